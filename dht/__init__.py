@@ -1,0 +1,1 @@
+"""The noticeboard: identities, signed records and the hivemind DHT they stand on."""

@@ -1,0 +1,1 @@
+"""One volunteer's process: links, stage worker, rounds, lifecycle and the command line."""

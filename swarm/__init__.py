@@ -1,0 +1,4 @@
+"""What is trained: mathematics and configuration. No sockets, clocks or threads.
+
+`swarm` imports neither `peers` nor `dht`.
+"""

@@ -1,0 +1,1 @@
+"""Codecs: what crosses a boundary between two stages."""

@@ -1,0 +1,115 @@
+"""Fit a boundary's prior: what `basis` needs to know about hidden states and gradients at one boundary.
+
+The hidden states' basis minimises the expected loss of coding them, not their squared error. With gradients
+g = dL/dh, their second moment A = E[g g'] measures to second order what an error in each direction costs
+(empirical Fisher information), so states are whitened by R = (A + ridge * mean(diag A) I)^(1/2) before their
+principal directions are taken:
+
+    R C R = V diag(lambda) V'      C: covariance of the states
+    y = (h - mean) R V             h^ = mean + y V' R^-1
+
+and the leading columns of R V and R^-1 V are the encoder and the decoder. Gradients are coded in the
+eigenvectors of A itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swarm.activation.config import BasisConfig, basis_rank
+
+_SMALLEST_VARIANCE = 1e-12
+"""Floor of eigenvalues relative to the largest: keeps coordinate scales positive for degenerate samples."""
+
+
+def find_dense_offsets(hidden: Tensor, offsets: Tensor, *, limit: int, factor: float) -> Tensor:
+    """Document offsets whose tokens are sent in full: int64 [n], increasing, always with 0.
+
+    hidden: float [n, H]. offsets: int64 [n], each token's distance from its document's start. Of the first
+    `limit` offsets those are added whose mean norm exceeds `factor` times the median norm of all tokens:
+    models put massive activations there (Sun et al., "Massive activations in large language models", 2024).
+    """
+    norms = hidden.float().norm(dim=1)
+    threshold = factor * norms.median()
+    found = [0]
+    for offset in range(1, limit):
+        chosen = norms[offsets == offset]
+        if chosen.numel() and bool(chosen.mean() > threshold):
+            found.append(offset)
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def fit_mean_prior(hidden: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    """Prior of codec `mask` with fill "mean": fp32 [H].
+
+    hidden: float [n, H]; offsets: int64 [n]. Document starts are left out, since their massive activations
+    would move the mean by as much as an ordinary token's norm.
+    """
+    ordinary = offsets != 0
+    chosen = hidden[ordinary] if bool(ordinary.any()) else hidden
+    return {"mean": chosen.double().mean(dim=0).float()}
+
+
+def fit_basis_prior(
+    hidden: Tensor, gradient: Tensor, offsets: Tensor, config: BasisConfig
+) -> dict[str, Tensor]:
+    """Prior of codec `basis` at one boundary.
+
+    hidden, gradient: float [n, H], states and loss gradients of the same tokens, at any scale. offsets:
+    int64 [n], distances from the document start. Returns mean fp32 [H], encode, decode and gradient_basis
+    bf16 [H, r], scale and gradient_scale fp32 [r], dense_offsets int64. Raises ValueError for
+    fewer than two ordinary tokens, shapes that differ, or a sample that is not finite.
+    """
+    if hidden.shape != gradient.shape or hidden.ndim != 2 or offsets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"samples must be hidden [n, H], gradient [n, H] and offsets [n], got {tuple(hidden.shape)}, "
+            f"{tuple(gradient.shape)} and {tuple(offsets.shape)}"
+        )
+    rank = basis_rank(config.mask_ratio, hidden.shape[1])
+    dense_offsets = find_dense_offsets(
+        hidden, offsets, limit=config.dense_offset_limit, factor=config.dense_norm_factor
+    )
+    ordinary = ~torch.isin(offsets, dense_offsets)
+    states = hidden[ordinary].double()
+    gradients = gradient[ordinary].double()
+    if states.shape[0] < 2:
+        raise ValueError(
+            f"{states.shape[0]} ordinary tokens cannot fit a basis; raise calibration_microbatches or "
+            "lengthen the sequences"
+        )
+    if not bool(torch.isfinite(states.sum() + gradients.sum())):
+        raise ValueError("calibration samples hold a non-finite value; check the model's dtype")
+    count = states.shape[0]
+    mean = states.mean(dim=0)
+    states = states - mean
+    covariance = states.T @ states / count
+    # Gradients of a mean loss enter A with the inverse square of the batch. Anything absolute further down
+    # (floors, eigh's own rounding) would then flatten the spectrum, so they are brought to unit rms first.
+    gradients = gradients / gradients.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    second_moment = gradients.T @ gradients / count
+
+    metric_values, metric_vectors = torch.linalg.eigh(second_moment)
+    ridge = config.fisher_ridge * second_moment.diagonal().mean()
+    root = (metric_values.clamp_min(0.0) + ridge).clamp_min(_SMALLEST_VARIANCE).sqrt()
+    metric = (metric_vectors * root) @ metric_vectors.T
+    inverse = (metric_vectors / root) @ metric_vectors.T
+
+    variances, directions = torch.linalg.eigh(metric @ covariance @ metric)
+    variances, directions = variances.flip(0)[:rank], directions.flip(1)[:, :rank]
+    gradient_variances = metric_values.flip(0)[:rank]
+    return {
+        "mean": mean.float(),
+        "encode": (metric @ directions).to(torch.bfloat16).contiguous(),
+        "decode": (inverse @ directions).to(torch.bfloat16).contiguous(),
+        "scale": _standard_deviations(variances),
+        "gradient_basis": metric_vectors.flip(1)[:, :rank].to(torch.bfloat16).contiguous(),
+        "gradient_scale": _standard_deviations(gradient_variances),
+        "dense_offsets": dense_offsets,
+    }
+
+
+def _standard_deviations(variances: Tensor) -> Tensor:
+    """Roots of decreasing eigenvalues, floored relative to the largest: fp32, positive."""
+    floor = (variances[0] * _SMALLEST_VARIANCE).clamp_min(torch.finfo(torch.float32).tiny)
+    return variances.clamp_min(floor).sqrt().float()

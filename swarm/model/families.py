@@ -1,0 +1,52 @@
+"""What must be known about model families beyond their pipeline plan."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+SUPPORTED_FAMILIES: frozenset[str] = frozenset(
+    {
+        "llama",
+        "qwen2",
+    }
+)
+"""`model_type` of every family whose stages equal the uncut model, document by document (see the tests)."""
+
+ATTENTION_LAYER_TYPES: frozenset[str] = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Layer types that see other tokens through an attention mask only, so that packed documents stay apart."""
+
+_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop")
+
+
+def unsupported_layer_types(config: Any) -> frozenset[str]:
+    """Layer types of the configuration that mix tokens by other means than masked attention."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return frozenset(layer_types) - ATTENTION_LAYER_TYPES
+
+
+def attention_implementation(config: Any) -> str | None:
+    """Attention implementation to build a model with; None lets the family choose (sdpa wherever it has it).
+
+    torch's fused attention has no logit softcap, and leaving the softcap out trains another model.
+    """
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
+
+
+def training_config(config: Any) -> Any:
+    """A copy of the configuration as stages train it.
+
+    All dropout is 0 (every stage must be a function of its input alone, so that a replay gives the same
+    result), no key cache, an output head of its own (`tie_word_embeddings` false, for the embedding lives on
+    the first stage and the head on the last), no router statistics.
+    """
+    trained = copy.deepcopy(config)
+    for name, value in vars(trained).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and any(word in name for word in _DROPOUT_WORDS):
+            setattr(trained, name, type(value)(0))
+    trained.tie_word_embeddings = False
+    trained.use_cache = False
+    if hasattr(trained, "output_router_logits"):
+        trained.output_router_logits = False
+    return trained
