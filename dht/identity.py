@@ -243,7 +243,9 @@ def _create(path: Path) -> rsa.RSAPrivateKey:
     """Write a new key: private from its first byte, complete or absent; an existing file wins a race."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=KEY_BITS)
     der = key.private_bytes(
-        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+        serialization.Encoding.DER,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
     )
     protobuf = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -181,7 +181,7 @@ class RunManifest(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunManifest:
-        """Parse the wire form (JSON) or a YAML file's content. Raises ManifestError naming the first bad field."""
+        """Parse the wire form (JSON) or a YAML file. Raises ManifestError naming the first bad field."""
         try:
             # JSON first: YAML's parser is a hundred times slower on the long hash lists.
             value = json.loads(data) if data[:1] == b"{" else yaml.safe_load(data)

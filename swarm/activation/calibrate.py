@@ -18,6 +18,7 @@ from torch.nn import functional
 from swarm.activation.basis import document_positions
 from swarm.batch import IGNORED_LABEL, Batch
 from swarm.model.packed import packed_kwargs
+from swarm.model.plan import require_pipeline_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +33,16 @@ class BoundarySamples:
     offsets: Tensor
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a transformers causal LM: `layers` of its base model.
-
-    Raises ValueError for models that keep them elsewhere.
-    """
-    base: Any = getattr(model, str(getattr(model, "base_model_prefix", "model")), model)
-    layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"{type(model).__name__} has no list of decoder layers at <base model>.layers")
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of an uncut transformers causal LM. Raises NoPipelinePlan for families without."""
+    layers: nn.ModuleList = getattr(model.base_model, require_pipeline_plan(model.config).layers)
     return layers
+
+
+def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model's parameters in place, and not its buffers: rotary frequencies stay in fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def replace_hidden(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -52,7 +53,7 @@ def replace_hidden(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def collect_boundary_samples(
-    model: nn.Module,
+    model: Any,
     cuts: Sequence[int],
     batches: Sequence[Batch],
     dtype: torch.dtype,
@@ -75,7 +76,8 @@ def collect_boundary_samples(
     if any(not 0 < cut < len(layers) for cut in cuts):
         raise ValueError(f"cuts {list(cuts)} must lie in 1..{len(layers) - 1}")
     if next(model.parameters()).dtype != dtype:
-        model = copy.deepcopy(model).to(dtype)
+        model = copy.deepcopy(model)
+        cast_parameters_(model, dtype)
         layers = decoder_layers(model)
     # Bounded memory: every batch leaves its share of tokens, whatever the batches' number and size.
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +119,7 @@ def collect_boundary_samples(
 
 
 def _capture(
-    model: nn.Module, layers: nn.ModuleList, cuts: Sequence[int], batch: Batch, dtype: torch.dtype
+    model: Any, layers: nn.ModuleList, cuts: Sequence[int], batch: Batch, dtype: torch.dtype
 ) -> list[Tensor]:
     """One forward and backward; returns the boundary states [B, T, H] with their `.grad` filled."""
     captured: list[Tensor] = []
@@ -137,7 +139,7 @@ def _capture(
         device = next(model.parameters()).device
         batch = batch.to(device)
         with torch.enable_grad():
-            logits = model(**packed_kwargs(_config(model), batch, dtype, device)).logits
+            logits = model(**packed_kwargs(model.config, batch, dtype, device)).logits
             loss = functional.cross_entropy(
                 logits.flatten(0, 1).float(), batch.labels().flatten(), ignore_index=IGNORED_LABEL
             )
@@ -146,8 +148,3 @@ def _capture(
         for handle in handles:
             handle.remove()
     return captured
-
-
-def _config(model: nn.Module) -> Any:
-    """The transformers configuration of a model."""
-    return model.config

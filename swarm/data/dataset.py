@@ -20,7 +20,10 @@ from swarm.batch import Batch, default_loss_positions
 from swarm.data.config import DataError
 from swarm.data.index import STARTS_NAME, TOKENS_NAME, ChunkInfo, DataIndex, Part, numpy_dtype, unpack_bits
 
-_CACHED_CHUNKS = 8
+_CACHED_CHUNKS = 32  # as stored: about 32 MiB
+
+_StoredRows = tuple[npt.NDArray[np.uint16] | npt.NDArray[np.int32], npt.NDArray[np.uint8]]
+"""A chunk's token ids [rows, T] and document starts as bits [rows, ceil(T / 8)]."""
 
 
 class ChunkMissing(LookupError):  # noqa: N818 - named after the state: fetch the chunks and ask again
@@ -34,8 +37,8 @@ class ChunkMissing(LookupError):  # noqa: N818 - named after the state: fetch th
 class PackedDataset:
     """One part of a run's packed data, read from `directory`.
 
-    Chunks are verified against the index when they arrive and when they are loaded; up to eight loaded ones
-    are kept. Not safe for use by two threads at once.
+    Chunks are verified against the index when they arrive and when they are loaded; up to 32 loaded ones
+    are kept. `batch` is for one thread; the rest may be called from another.
     """
 
     def __init__(self, directory: Path, index: DataIndex, part: Part = "train") -> None:
@@ -51,7 +54,7 @@ class PackedDataset:
             total += chunk.samples
         self._samples = total
         self._damaged: set[str] = set()
-        self._loaded: OrderedDict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = OrderedDict()
+        self._loaded: OrderedDict[str, _StoredRows] = OrderedDict()  # the oldest use first
 
     def __len__(self) -> int:
         """Rows of this part."""
@@ -121,11 +124,11 @@ class PackedDataset:
         starts = np.empty(shape, dtype=np.bool_)
         places = [self._locate(sample) for sample in sample_ids]
         for number in sorted({number for number, _ in places}):  # chunk by chunk: each is loaded once
-            chunk_tokens, chunk_starts = self._load(self._chunks[number])
+            chunk_tokens, chunk_bits = self._load(self._chunks[number])
             for output, (place, row) in enumerate(places):
                 if place == number:
                     tokens[output] = chunk_tokens[row]
-                    starts[output] = chunk_starts[row]
+                    starts[output] = unpack_bits(chunk_bits[row : row + 1], shape[1])[0]
         document_starts = torch.from_numpy(starts)
         return Batch(
             token_ids=torch.from_numpy(tokens),
@@ -147,8 +150,8 @@ class PackedDataset:
         number = bisect.bisect_right(self._first_samples, sample) - 1
         return number, sample - self._first_samples[number]
 
-    def _load(self, chunk: ChunkInfo) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The chunk's token ids (int64 [rows, T]) and document starts (bool [rows, T])."""
+    def _load(self, chunk: ChunkInfo) -> _StoredRows:
+        """The chunk's rows, from memory or verified from disk. Raises ChunkMissing if damaged there."""
         if chunk.name in self._loaded:
             self._loaded.move_to_end(chunk.name)
             return self._loaded[chunk.name]
@@ -169,9 +172,7 @@ def _difference(chunk: ChunkInfo, data: bytes | memoryview) -> str | None:
     return None
 
 
-def _decode(
-    chunk: ChunkInfo, data: bytes, index: DataIndex
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _decode(chunk: ChunkInfo, data: bytes, index: DataIndex) -> _StoredRows:
     """A chunk's rows. Raises DataError when they are not what the index promises."""
     T = index.sequence_length
     expected = {
@@ -187,11 +188,11 @@ def _decode(
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     if found != expected:
         raise DataError(f"chunk {chunk.name} holds {found} instead of {expected}; pack the data again")
-    token_ids = tensors[TOKENS_NAME].astype(np.int64)
-    document_starts = unpack_bits(tensors[STARTS_NAME], T)
-    if token_ids.min() < 0 or token_ids.max() >= index.vocabulary_size or not document_starts[:, 0].all():
+    token_ids, start_bits = tensors[TOKENS_NAME], tensors[STARTS_NAME]
+    first_starts = start_bits[:, 0] & 1
+    if token_ids.min() < 0 or token_ids.max() >= index.vocabulary_size or not first_starts.all():
         raise DataError(
             f"chunk {chunk.name} holds ids outside the vocabulary of {index.vocabulary_size} or a row that "
             "starts no document; pack the data again"
         )
-    return token_ids, document_starts
+    return token_ids, start_bits

@@ -62,8 +62,8 @@ def _load(config: DataConfig, is_streamed: bool) -> Any:
     except Exception as error:  # the library and its HTTP client raise many unrelated types
         subset = "" if config.subset is None else f", subset {config.subset!r}"
         raise DataError(
-            f"cannot load data set {config.source!r} (split {config.split!r}{subset}): {error}; check that it "
-            "is a file or folder here or a data set on the Hugging Face hub, and its subset and split"
+            f"cannot load data set {config.source!r} (split {config.split!r}{subset}): {error}; check that "
+            "it is a file or folder here or a data set on the Hugging Face hub, and its subset and split"
         ) from error
 
 

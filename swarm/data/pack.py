@@ -190,8 +190,8 @@ def _pack_into(
     if not train.tokens or (config.heldout_percent and not heldout.tokens):
         raise DataError(
             f"source {config.source!r} gave {done[True] + done[False]} document(s), too few to hold out "
-            f"{config.heldout_percent}% of them and train on the rest; give more documents, a larger bound, or "
-            "set heldout_percent to 0"
+            f"{config.heldout_percent}% of them and train on the rest; give more documents, a larger bound, "
+            "or set heldout_percent to 0"
         )
     train_chunks, heldout_chunks = train.finish(), heldout.finish()
     return DataIndex(

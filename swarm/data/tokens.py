@@ -54,7 +54,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str], *, with_special_tokens: bool
 
 
 def document_frame(tokenizer: Tokenizer) -> Frame:
-    """The tokenizer's own template, found by encoding a probe with and without it, closed by one EOS if any."""
+    """The tokenizer's own template, found by encoding a probe with and without it, and one EOS at the end."""
     [bare] = _encode(tokenizer, ["a"], with_special_tokens=False)
     [framed] = _encode(tokenizer, ["a"], with_special_tokens=True)
     prefix: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ def document_frame(tokenizer: Tokenizer) -> Frame:
 
 
 def pieces(text: str, limit: int = _PIECE_CHARACTERS) -> Iterator[str]:
-    """The text in consecutive pieces of at most `limit` characters, cut after a line's end if there is one."""
+    """The text in consecutive pieces of at most `limit` characters, cut after a line's end if it can."""
     start = 0
     while len(text) - start > limit:
         newline = text.rfind("\n", start, start + limit)

@@ -34,7 +34,7 @@ def encoded_bytes(values: ValueFormat, elements: int) -> int:
 
 
 def encode_values(chunk: Tensor, values: ValueFormat) -> Tensor:
-    """fp32 [n] -> uint8 [encoded_bytes]. A non-finite chunk encodes to non-finite values, never to finite ones."""
+    """fp32 [n] -> uint8 [encoded_bytes]. A non-finite chunk never becomes finite."""
     if values == "fp32":
         return chunk.contiguous().view(torch.uint8).clone()
     encoded = torch.empty(encoded_bytes(values, chunk.numel()), dtype=torch.uint8)

@@ -1,8 +1,8 @@
 """Sum of token losses over a large vocabulary with bounded memory and no recomputation.
 
-Logits of a microbatch can be the largest tensor of a whole stage (8192 tokens x 49152 words in fp32 = 1.6 GB).
-They are made chunk by chunk; with a scalar loss the gradient of a chunk is known up to the factor that arrives
-at backward, so it is taken at once and the chunk's logits are dropped.
+Logits of a microbatch can be the largest tensor of a whole stage (8192 tokens x 49152 words in fp32: 1.6 GB).
+They are made chunk by chunk; with a scalar loss the gradient of a chunk is known up to the factor that
+arrives at backward, so it is taken at once and the chunk's logits are dropped.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def token_loss_sum(
         return hidden.float().sum() * 0.0
     if labels.numel() <= chunk:
         return _cross_entropy(head(hidden), labels)
-    if not torch.is_grad_enabled():
-        parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    differentiable = hidden.requires_grad or any(parameter.requires_grad for parameter in parameters)
+    if not (torch.is_grad_enabled() and differentiable):
+        parts = zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
         return torch.stack([_cross_entropy(head(states), targets) for states, targets in parts]).sum()
     result: Tensor = _ChunkedLoss.apply(hidden, labels, head, chunk, *parameters)  # type: ignore[no-untyped-call]
     return result
@@ -82,15 +83,17 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """The saved gradients times the loss's own gradient."""
+        # A Python number stays exact in bf16 arithmetic; 1/N rounded to bf16 would bias every gradient.
+        factor = upstream.item()
         hidden_gradient = ctx.hidden_gradient
         if hidden_gradient is not None:
-            hidden_gradient = hidden_gradient * upstream.to(hidden_gradient.dtype)
+            hidden_gradient = hidden_gradient * factor
         saved = iter(ctx.parameter_gradients)
         parameter_gradients: list[Tensor | None] = []
         for wanted in ctx.parameter_wanted:
             gradient = next(saved) if wanted else None
-            parameter_gradients.append(None if gradient is None else gradient * upstream.to(gradient.dtype))
+            parameter_gradients.append(None if gradient is None else gradient * factor)
         return (hidden_gradient, None, None, None, *parameter_gradients)

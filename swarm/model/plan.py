@@ -46,8 +46,8 @@ def require_pipeline_plan(config: Any) -> PipelinePlan:
         inner = getattr(config, "text_config", None)
         hint = f" Its text part, {inner.model_type!r}, may work alone." if inner is not None else ""
         raise NoPipelinePlan(
-            f"model family {family!r} publishes no pipeline plan (base_model_pp_plan), so it cannot be cut into "
-            f"stages.{hint} {_families_that_work()}"
+            f"model family {family!r} publishes no pipeline plan (base_model_pp_plan), so it cannot be cut "
+            f"into stages.{hint} {_families_that_work()}"
         )
     plan = _read(published)
     if plan is None:
@@ -77,7 +77,9 @@ def _families_that_work() -> str:
 def _read(published: dict[str, tuple[list[str], list[str]]]) -> PipelinePlan | None:
     """Names of embedding, layers and norm, or None if the plan has another form."""
     embedding = [name for name, (inputs, _) in published.items() if inputs == ["input_ids"]]
-    layers = [name for name, (inputs, _) in published.items() if inputs == ["hidden_states", "attention_mask"]]
+    layers = [
+        name for name, (inputs, _) in published.items() if inputs == ["hidden_states", "attention_mask"]
+    ]
     norm = [name for name, (inputs, _) in published.items() if inputs == ["hidden_states"]]
     if len(embedding) != 1 or len(layers) != 1 or len(norm) != 1:
         return None

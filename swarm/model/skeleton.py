@@ -1,10 +1,10 @@
 """A causal LM without weights, and what is left of it when only one stage's part is kept.
 
-The trunk's own forward stays in charge: it computes masks, rotary embeddings and whatever else its family does
-around the decoder layers. Layers of other stages are replaced by placeholders that pass the hidden states
-through. The first one of a later stage ignores what it is given and injects the hidden states received from
-the previous stage, so an embedding scale or multiplier is never applied twice; the one after the last layer
-keeps the hidden states for the next stage, so nothing that follows can touch them.
+The trunk's own forward stays in charge: it computes masks, rotary embeddings and whatever else its family
+does around the decoder layers. Layers of other stages are replaced by placeholders that pass the hidden
+states through. The first one of a later stage ignores what it is given and injects the hidden states received
+from the previous stage, so an embedding scale or multiplier is never applied twice; the one after the last
+layer keeps the hidden states for the next stage, so nothing that follows can touch them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def head_name(causal: Any) -> str:
 
 
 def carve(causal: Any, plan: PipelinePlan, first: int, last_exclusive: int) -> None:
-    """Replace, in place, everything that is not part of layers [first, last_exclusive) and what belongs to them.
+    """Replace, in place, what does not belong to layers [first, last_exclusive) by placeholders.
 
     The first stage keeps the embedding, the last one the final norm and the head.
     Raises NoPipelinePlan if the trunk has parameters the plan does not mention.
@@ -105,7 +105,9 @@ def carve(causal: Any, plan: PipelinePlan, first: int, last_exclusive: int) -> N
     known = {plan.embedding, plan.layers, plan.norm}
     for name, module in trunk.named_children():
         if name not in known and any(True for _ in module.parameters()):
-            raise NoPipelinePlan(f"{type(trunk).__name__}.{name} has weights but no place in the pipeline plan")
+            raise NoPipelinePlan(
+                f"{type(trunk).__name__}.{name} has weights but no place in the pipeline plan"
+            )
     if any(True for _ in trunk.parameters(recurse=False)):
         raise NoPipelinePlan(f"{type(trunk).__name__} has weights of its own outside the pipeline plan")
     for index in range(count):

@@ -1,0 +1,375 @@
+"""The noticeboard: publish what this peer offers, see what the others offer.
+
+    board = await Noticeboard.create(host, identity, good_addresses, run_id="...")
+    board.start(task_group)                      # refreshes the view, re-publishes, heals
+    await board.publish(PeerRecord(...))
+    while True:
+        seen = board.view_version
+        peers = board.view()                     # a plain dict, at once
+        await board.wait_changed(seen, deadline_s=10)
+
+Everything runs in the caller's event loop on the caller's host. If the host dies, close the board, start a
+new host and create a new board: records of the same identity go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import P2P
+from hivemind.proto import dht_pb2
+
+from dht.addresses import Address, AddressError, parse_address, parse_peer_id
+from dht.clock import SwarmClock
+from dht.dial import DialError, connect_peer
+from dht.identity import Identity
+from dht.node import CALL_TIMEOUT_S, create_node
+from dht.records import (
+    MANIFESTS_KEY,
+    MAX_RECORD_LIFE_S,
+    RECORD_LIFE_S,
+    ManifestPointer,
+    PeerRecord,
+    Record,
+    RecordError,
+    encode_record,
+    peers_key,
+    place_of,
+)
+from dht.table import RecordTable
+from dht.validators import SignedRecordValidator
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 3.0
+REFRESH_CEILING_S = 10.0
+REFRESH_BYTES_PER_S = 16_000
+"""The refresh slows down, up to the ceiling, to keep the records it reads below this rate."""
+
+PUBLISH_S = 10.0
+HEAL_S = 30.0
+READ_BREADTH = 3
+"""How many of the nodes nearest to a key are read; each holds all records, so more only costs bytes."""
+
+OPERATION_DEADLINE_S = 8.0
+CLOSE_DEADLINE_S = 2.0
+
+
+class NoticeboardError(RuntimeError):
+    """No initial peer answers as a noticeboard."""
+
+
+class Noticeboard:
+    """One peer's place on the DHT. Made by `create`; see the module's example.
+
+    counters: publishes and refreshes done, rejected and failed, for metrics. validator.refused: records
+    refused, by reason. clock: swarm time.
+    """
+
+    def __init__(self, p2p: P2P, identity: Identity, run_id: str | None, clock: SwarmClock) -> None:
+        self.run_id = run_id
+        self.clock = clock
+        self.validator = SignedRecordValidator(clock.now)
+        self.counters: Counter[str] = Counter()
+        self._p2p = p2p
+        self._identity = identity
+        self._initial: list[Address] = []
+        self._own: dict[tuple[str, str], Record] = {}
+        self._published_until: dict[tuple[str, str], float] = {}
+        self._peers: RecordTable[PeerRecord] = RecordTable()
+        self._manifests: RecordTable[ManifestPointer] = RecordTable()
+        self._changed = asyncio.Event()
+        self._bytes_read = 0
+        self._failing: set[str] = set()
+        self._node: DHTNode | None = None
+        self._publish_lock = asyncio.Lock()
+
+    @classmethod
+    async def create(
+        cls,
+        p2p: P2P,
+        identity: Identity,
+        initial_peers: Sequence[str] = (),
+        run_id: str | None = None,
+        client_mode: bool = False,
+        *,
+        clock: SwarmClock | None = None,
+        deadline_s: float = 15.0,
+    ) -> Noticeboard:
+        """Join the DHT through `initial_peers` (multiaddrs with peer id that a dial found good).
+
+        Without any this is the first node. run_id: whose peers to watch; None, or later `watch_run`, for a
+        peer that first has to find out. client_mode: stores nothing for others (behind NAT). Measures the
+        clock offset to the initial peers. The identity must be locked.
+
+        Raises NoticeboardError if initial peers are given and none answers, ClockSkewError if the local
+        clock is too far off, TimeoutError after `deadline_s`, ValueError if host and identity differ.
+        """
+        if str(p2p.peer_id) != identity.peer_id:
+            raise ValueError(f"the host is {p2p.peer_id}, but the identity is {identity.peer_id}")
+        board = cls(p2p, identity, run_id, clock or SwarmClock())
+        board._initial = [parse_address(text, needs_peer_id=True) for text in initial_peers]
+        board.clock.install()
+        async with asyncio.timeout(deadline_s):
+            node = board._node = await create_node(p2p, board.validator, client_mode=client_mode)
+            try:
+                if board._initial and not await board._greet():
+                    names = ", ".join(
+                        address.with_peer_id(address.peer_id or "") for address in board._initial
+                    )
+                    raise NoticeboardError(f"no initial peer answers as a noticeboard: {names}")
+                await node.find_nearest_nodes([node.node_id])
+                await board.refresh()
+            except BaseException:
+                await board.close()
+                raise
+        return board
+
+    def start(self, group: asyncio.TaskGroup) -> asyncio.Task[None]:
+        """Run in the background of a task group until cancelled."""
+        return group.create_task(self.run(), name="noticeboard")
+
+    async def run(self) -> None:
+        """Refresh, re-publish and heal for ever; ends only by cancellation."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._every(REFRESH_S, self._refresh_period, self.refresh))
+            group.create_task(self._every(PUBLISH_S, lambda: PUBLISH_S, self._publish_all))
+            group.create_task(self._every(HEAL_S, lambda: HEAL_S, self._heal))
+            group.create_task(self._expire_on_time())
+
+    def watch_run(self, run_id: str) -> None:
+        """Watch the peers of this run from now on; the view fills with the next refresh."""
+        if run_id != self.run_id:
+            self.run_id = run_id
+            self._peers = RecordTable()
+            self._notify()
+
+    def view(self) -> dict[str, PeerRecord]:
+        """Live peers of the run by peer id, this one included once published; at once, from memory.
+
+        What an earlier start of this identity left behind is not shown.
+        """
+        peers = self._peers.live(self.clock.now())
+        own = peers.get(self._identity.peer_id)
+        if own is not None and own.incarnation != self._identity.incarnation:
+            del peers[self._identity.peer_id]
+        return peers
+
+    @property
+    def rival_incarnation(self) -> int | None:
+        """Incarnation of a newer start of this very identity, seen elsewhere (a copied key); else None.
+
+        The newer one wins everywhere: this peer's records are refused, and it should stop and say so.
+        """
+        own = self._peers.live(self.clock.now()).get(self._identity.peer_id)
+        return own.incarnation if own is not None and own.incarnation > self._identity.incarnation else None
+
+    def manifests(self) -> list[ManifestPointer]:
+        """Live manifest pointers of all runs; at once, from memory."""
+        return list(self._manifests.live(self.clock.now()).values())
+
+    @property
+    def view_version(self) -> int:
+        """Grows whenever `view` or `manifests` change in more than expiry times."""
+        return self._peers.version + self._manifests.version
+
+    async def wait_changed(self, seen_version: int, deadline_s: float) -> bool:
+        """Wait until `view_version` differs from `seen_version`; False if it does not within the deadline."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while self.view_version == seen_version:
+                    await self._changed.wait()
+        return self.view_version != seen_version
+
+    async def publish(self, record: Record, deadline_s: float = OPERATION_DEADLINE_S) -> bool:
+        """Put up a record of this peer, in place of the one before; `run` keeps it up.
+
+        Its expires_at is filled in: `RECORD_LIFE_S` from now, and always later than the one before, since
+        the DHT silently rejects anything else. True if the DHT took it; False (counted) if it did not
+        within the deadline, in which case `run` tries again. Raises RecordError or ValueError for a record
+        that cannot be signed by this identity, before anything changes.
+        """
+        encode_record(record, self._identity)
+        self._own[place_of(record)] = record
+        return await self._store(place_of(record), deadline_s)
+
+    def withdraw(self, record: Record) -> None:
+        """Stop re-publishing the record at this record's place; what stands there expires by itself."""
+        self._own.pop(place_of(record), None)
+
+    async def refresh(self, deadline_s: float = OPERATION_DEADLINE_S) -> bool:
+        """Read the board once into the view; False (counted) if that failed."""
+        keys = [MANIFESTS_KEY] + ([peers_key(self.run_id)] if self.run_id is not None else [])
+        try:
+            async with asyncio.timeout(deadline_s):
+                found = await self._live_node().get_many(
+                    keys, sufficient_expiration_time=float("inf"), beam_size=READ_BREADTH
+                )
+        except Exception as error:  # hivemind lets many kinds through; the next refresh may do better
+            self._note_failure("refresh", error)
+            return False
+        records: list[tuple[str, Record]] = []
+        self._bytes_read = 0
+        for entry in found.values():
+            for subkey, item in (
+                entry.value if entry is not None and isinstance(entry.value, dict) else {}
+            ).items():
+                self._bytes_read += len(item.value) * READ_BREADTH
+                with suppress(RecordError):
+                    records.append((subkey, self.validator.decode(item.value)))
+        self._take_in(records)
+        self.counters["refresh_done"] += 1
+        self._note_success("refresh")
+        return True
+
+    async def close(self) -> None:
+        """Leave the DHT (the host stays); harmless when the host is dead already."""
+        node, self._node = self._node, None
+        if node is None:
+            return
+        node.is_alive = False
+        if node.cache_refresh_task is not None:
+            node.cache_refresh_task.cancel()
+        child = self._p2p._child
+        if child is not None and child.returncode is not None:
+            return  # nobody is left to remove the handlers from; hivemind would wait for an answer
+        with suppress(Exception):
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await node.shutdown()
+
+    async def _store(self, place: tuple[str, str], deadline_s: float) -> bool:
+        """Sign the own record of a place anew and store it; see `publish`."""
+        key, subkey = place
+        try:
+            async with asyncio.timeout(deadline_s), self._publish_lock:
+                record = self._own.get(place)
+                if record is None:
+                    return False
+                record = record.model_copy(update={"expires_at": self._next_expiry(place)})
+                data = encode_record(record, self._identity)
+                self._take_in([(subkey, record)])
+                accepted = await self._live_node().store(key, data, record.expires_at, subkey=subkey)
+        except Exception as error:
+            self._note_failure("publish", error)
+            return False
+        self._note_success("publish")
+        self.counters["publish_done" if accepted else "publish_rejected"] += 1
+        return bool(accepted)
+
+    def _next_expiry(self, place: tuple[str, str]) -> float:
+        """An expiry later than any this peer has used here, in this start or (if still seen) before."""
+        now = self.clock.now()
+        table = self._manifests if place[0] == MANIFESTS_KEY else self._peers
+        seen = table.live(now).get(place[1])
+        before = max(self._published_until.get(place, 0.0), seen.expires_at if seen is not None else 0.0)
+        expiry = max(now + RECORD_LIFE_S, before + 0.001)
+        expiry = min(expiry, now + MAX_RECORD_LIFE_S)
+        self._published_until[place] = expiry
+        return expiry
+
+    def _take_in(self, records: Sequence[tuple[str, Record]]) -> None:
+        """Merge records into the tables and wake up who waits for changes."""
+        now, version = self.clock.now(), self.view_version
+        self._manifests.merge(((s, r) for s, r in records if isinstance(r, ManifestPointer)), now)
+        self._peers.merge(
+            ((s, r) for s, r in records if isinstance(r, PeerRecord) and r.run_id == self.run_id), now
+        )
+        self.validator.forget_expired(now)
+        if self.view_version != version:
+            self._notify()
+
+    def _live_node(self) -> DHTNode:
+        """The DHT node; RuntimeError after `close`."""
+        if self._node is None:
+            raise RuntimeError("the noticeboard is closed")
+        return self._node
+
+    def _notify(self) -> None:
+        """Wake all waiters once."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _greet(self) -> int:
+        """Ping the initial peers, adopt their clock; returns how many answered.
+
+        Raises ClockSkewError.
+        """
+        answers = await asyncio.gather(*(self._ping(address) for address in self._initial))
+        differences = [difference for difference in answers if difference is not None]
+        before = self.clock.offset_s
+        offset = self.clock.correct(differences)
+        if abs(offset) > 2.0 and abs(offset - before) > 0.5:
+            logger.warning("this machine's clock is off by %.1f s against the swarm; corrected here", -offset)
+        return len(differences)
+
+    async def _ping(self, address: Address) -> float | None:
+        """One initial peer: its clock minus ours in seconds, or None if it does not answer."""
+        assert address.peer_id is not None
+        peer = parse_peer_id(address.peer_id)
+        protocol = self._live_node().protocol
+        request = dht_pb2.PingRequest(peer=protocol.node_info, validate=False)
+        asked = self.clock.now()
+        try:
+            response = await protocol.get_stub(peer).rpc_ping(request, timeout=CALL_TIMEOUT_S)
+            answered = self.clock.now()
+            node_id = DHTID.from_bytes(response.peer.node_id)
+        except Exception as error:  # includes a peer that is no noticeboard, or a client
+            logger.debug("initial peer %s does not answer: %r", address.transport, error)
+            return None
+        await protocol.update_routing_table(node_id, peer, responded=True)
+        return float(response.dht_time) - (asked + answered) / 2
+
+    async def _heal(self) -> None:
+        """Find initial peers again that were lost, so that a split board grows together."""
+        for address in self._initial:
+            if str(self._p2p.peer_id) == address.peer_id or address.peer_id is None:
+                continue
+            with suppress(DialError, AddressError):
+                await connect_peer(self._p2p, address.peer_id, [address.transport], CALL_TIMEOUT_S)
+        await self._greet()
+
+    async def _publish_all(self) -> None:
+        """Put all own records up again."""
+        for place in list(self._own):
+            await self._store(place, OPERATION_DEADLINE_S)
+
+    async def _expire_on_time(self) -> None:
+        """Notice expiries between refreshes."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._take_in(())
+
+    def _refresh_period(self) -> float:
+        return min(REFRESH_CEILING_S, max(REFRESH_S, self._bytes_read / REFRESH_BYTES_PER_S))
+
+    async def _every(
+        self, first_s: float, period_s: Callable[[], float], action: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Call `action` again and again, with jitter; its errors are counted and end nothing."""
+        await asyncio.sleep(first_s * random.uniform(0.5, 1.0))
+        while True:
+            try:
+                await action()
+            except Exception as error:
+                self._note_failure(getattr(action, "__name__", "task").strip("_"), error)
+            await asyncio.sleep(period_s() * random.uniform(0.8, 1.2))
+
+    def _note_failure(self, what: str, error: BaseException) -> None:
+        """Count a failure; log only the first of a row."""
+        self.counters[f"{what}_failed"] += 1
+        if what not in self._failing:
+            logger.warning("noticeboard: %s failed (%r); trying again", what, error)
+        self._failing.add(what)
+
+    def _note_success(self, what: str) -> None:
+        """End a row of failures."""
+        if what in self._failing:
+            logger.warning("noticeboard: %s works again", what)
+        self._failing.discard(what)

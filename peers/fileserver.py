@@ -1,0 +1,314 @@
+"""Serving a run's files: the manifest, its artifacts, and the snapshots this peer keeps.
+
+One raw stream carries requests one after another. A request is a FETCH frame; the answer is CHUNK frames of
+at most 1 MiB, or one REFUSED frame with a reason (`Refused`) and a sentence for people:
+
+    want "manifest"             the run's manifest                     CHUNK index, nbytes, protocol, run
+    want "meta"   name          the file's `Artifact` as JSON          CHUNK index, nbytes, protocol, run
+    want "chunks" name first count    1 MiB pieces first .. first+count-1    CHUNK index
+
+Only what was registered, or stands in a manifest that is held, has a name here: no name is ever turned into
+a path. Files are read in a thread; every wait has a deadline; streams and transfers are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2P
+
+from peers.frames import Frame, FrameError, Kind, need, need_count
+from peers.limits import LIMITS, PROTOCOL_VERSION
+from peers.link import read_frame, write_frame
+from peers.traffic import Traffic
+from swarm.manifest import ARTIFACT_CHUNK_BYTES, Artifact, RunManifest
+
+logger = logging.getLogger("swarm_peer.fileserver")
+HANDLER = "swarm-peer/fetch"
+
+NO_STAGE = -1
+"""Neighbour stage under which transfers are counted: any peer may fetch, whatever stage it holds."""
+
+STREAMS = 64
+STREAMS_PER_PEER = 8
+TRANSFERS = 16
+"""Requests for chunks answered at the same time."""
+CHUNKS_PER_REQUEST = 64
+CHUNK_DEADLINE_FACTOR = 8
+"""A chunk may take this many times `fetch_idle_s`, as long as bytes keep moving: 6.5 KB/s at the least."""
+HASHING_PATIENCE_S = 8.0
+"""A file that is still being hashed after this long is refused as busy; the client asks again."""
+NAME_CHARACTERS = 128
+
+
+class Refused(StrEnum):
+    """Why a request was refused."""
+
+    PROTOCOL = "protocol"
+    BUSY = "busy"
+    MALFORMED = "malformed"
+    UNKNOWN_RUN = "unknown_run"
+    SEVERAL_RUNS = "several_runs"
+    UNKNOWN_NAME = "unknown_name"
+    MISSING = "missing"
+    """The manifest names it, but this peer has not got it (yet)."""
+    RANGE = "range"
+    FAILED = "failed"
+    """The holder's own disk failed."""
+
+
+class _RefusalError(Exception):
+    """A request that is answered with REFUSED."""
+
+    def __init__(self, reason: Refused, detail: str, **more: Any) -> None:
+        super().__init__(detail)
+        self.header = {"reason": reason.value, "detail": detail[:400], **more}
+
+
+@dataclass(slots=True)
+class _File:
+    """A file on offer. nbytes: what it must hold, if the manifest says so. artifact: its hashes, once known."""
+
+    path: Path
+    nbytes: int | None = None
+    artifact: Artifact | None = None
+    hashing: asyncio.Task[Artifact] | None = None
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run on offer. files: by name."""
+
+    name: str
+    manifest: bytes
+    files: dict[str, _File] = field(default_factory=dict)
+
+
+def snapshot_name(version: int, stage: int) -> str:
+    """Name under which a peer serves its snapshot of a stage's state at a version."""
+    return f"snapshot/{version}/stage-{stage}"
+
+
+class FileServer:
+    """Answers fetches on one P2P. Lives in the communication loop; `start` and `close` are called there.
+
+    protocol: the version spoken; a request of another version is refused with ours in the answer.
+    """
+
+    def __init__(self, p2p: P2P, traffic: Traffic, protocol: int = PROTOCOL_VERSION) -> None:
+        self._p2p = p2p
+        self._traffic = traffic
+        self._protocol = protocol
+        self._runs: dict[str, _Run] = {}
+        self._streams: dict[asyncio.Task[Any], str] = {}
+        self._transfers = 0
+        self._closing = False
+
+    async def start(self) -> None:
+        """Accept requests from now on."""
+        await self._p2p.add_binary_stream_handler(HANDLER, self._accept)
+
+    def add_run(self, manifest: RunManifest, artifacts: Path) -> None:
+        """Serve a run's manifest, and those of its artifacts that stand complete in the folder `artifacts`.
+
+        An artifact that arrives there later (by rename) is served from then on.
+        """
+        run = _Run(manifest.name, manifest.to_bytes())
+        for artifact in manifest.artifacts:
+            run.files[artifact.name] = _File(artifacts / artifact.name, artifact.nbytes, artifact)
+        if (earlier := self._runs.get(manifest.run_id)) is not None:
+            run.files = {**earlier.files, **run.files}
+        self._runs[manifest.run_id] = run
+
+    def register(self, name: str, path: Path, run_id: str | None = None) -> None:
+        """Serve a file that no manifest names (a snapshot) under this name; it must not change any more.
+
+        run_id: the run it belongs to; None is the only run held. Raises ValueError if that is ambiguous.
+        """
+        self._run(run_id).files[name] = _File(path)
+
+    def unregister(self, name: str, run_id: str | None = None) -> None:
+        """Serve the file no longer; transfers under way go on. Harmless if it is not registered."""
+        file = self._run(run_id).files.pop(name, None)
+        if file is not None and file.hashing is not None:
+            file.hashing.cancel()
+
+    async def close(self) -> None:
+        """Refuse new streams and end those that are open."""
+        self._closing = True
+        hashing = [file.hashing for run in self._runs.values() for file in run.files.values() if file.hashing]
+        tasks = [*self._streams, *hashing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _run(self, run_id: str | None) -> _Run:
+        if run_id is None and len(self._runs) == 1:
+            return next(iter(self._runs.values()))
+        if run_id is None or run_id not in self._runs:
+            raise ValueError(
+                f"run {run_id} is not among the {len(self._runs)} runs held: {sorted(self._runs)}"
+            )
+        return self._runs[run_id]
+
+    # -- one stream ----------------------------------------------------------------------------------
+
+    async def _accept(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer: str = info.peer_id.to_base58()
+        task = asyncio.current_task()
+        assert task is not None
+        held = Counter(self._streams.values())
+        is_full = self._closing or len(self._streams) >= STREAMS or held[peer] >= STREAMS_PER_PEER
+        if not is_full:
+            self._streams[task] = peer
+        try:
+            if is_full:
+                await self._refuse(writer, _RefusalError(Refused.BUSY, "too many streams are open"))
+                return
+            while True:
+                async with asyncio.timeout(LIMITS.fetch_idle_s):
+                    frame, size = await read_frame(reader, 0)
+                self._traffic.count("down", frame.kind, NO_STAGE, size)
+                try:
+                    await self._answer(frame, writer)
+                except _RefusalError as refusal:
+                    await self._refuse(writer, refusal)
+        except FrameError as error:
+            self._traffic.refuse(error.reason)
+            logger.warning("refused a request of %s: %s", peer[-6:], error)
+            with suppress(OSError, RuntimeError, TimeoutError):
+                await self._refuse(writer, _RefusalError(Refused.MALFORMED, str(error)))
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, RuntimeError):
+            pass  # the other side went away or does not read; uvloop: RuntimeError on a closing transport
+        finally:
+            self._streams.pop(task, None)
+            writer.close()
+
+    async def _refuse(self, writer: asyncio.StreamWriter, refusal: _RefusalError) -> None:
+        await self._write(writer, Frame(Kind.REFUSED, {"protocol": self._protocol, **refusal.header}))
+
+    async def _write(self, writer: asyncio.StreamWriter, frame: Frame) -> None:
+        async with asyncio.timeout(CHUNK_DEADLINE_FACTOR * LIMITS.fetch_idle_s):
+            size = await write_frame(writer, frame)
+        self._traffic.count("up", frame.kind, NO_STAGE, size)
+
+    async def _answer(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
+        """Answer one request. Raises _RefusalError, FrameError, or what the stream raises."""
+        if frame.kind is not Kind.FETCH:
+            raise FrameError("kind", f"a fetch was expected, got {frame.kind}")
+        header = frame.header
+        # Compared before anything else is looked at: another version may have other fields.
+        if (protocol := need_count(header, "protocol", 2**31)) != self._protocol:
+            raise _RefusalError(Refused.PROTOCOL, f"version {self._protocol} is spoken here, not {protocol}")
+        run_id, run = self._find_run(need(header, "run", str))
+        want = need(header, "want", str)
+        if want == "manifest":
+            await self._send_document(writer, run_id, run.manifest)
+            return
+        name = need(header, "name", str)
+        file = run.files.get(name) if len(name) <= NAME_CHARACTERS else None
+        if file is None:
+            raise _RefusalError(Refused.UNKNOWN_NAME, f"no file {name[:NAME_CHARACTERS]!r} is served here")
+        if want == "meta":
+            document = (await self._hashes(name, file)).model_dump_json().encode()
+            await self._send_document(writer, run_id, document)
+        elif want == "chunks":
+            first = need_count(header, "first", LIMITS.artifact_bytes // ARTIFACT_CHUNK_BYTES)
+            count = need_count(header, "count", CHUNKS_PER_REQUEST)
+            await self._send_chunks(writer, name, file, first, count)
+        else:
+            raise FrameError("header", f"field 'want': {want[:40]!r} is none of manifest, meta, chunks")
+
+    def _find_run(self, run_id: str) -> tuple[str, _Run]:
+        if run_id in self._runs:
+            return run_id, self._runs[run_id]
+        if not run_id and len(self._runs) == 1:
+            return next(iter(self._runs.items()))
+        runs = [{"run": key, "name": run.name} for key, run in list(self._runs.items())[:32]]
+        if not run_id and runs:
+            raise _RefusalError(Refused.SEVERAL_RUNS, f"{len(self._runs)} runs are served here", runs=runs)
+        raise _RefusalError(
+            Refused.UNKNOWN_RUN, f"run {run_id[:40] or '(any)'} is not served here", runs=runs
+        )
+
+    # -- what is sent --------------------------------------------------------------------------------
+
+    async def _send_document(self, writer: asyncio.StreamWriter, run_id: str, data: bytes) -> None:
+        common = {"nbytes": len(data), "protocol": self._protocol, "run": run_id}
+        view = memoryview(data)
+        for index, offset in enumerate(range(0, len(data), LIMITS.transfer_chunk_bytes)):
+            piece = view[offset : offset + LIMITS.transfer_chunk_bytes]
+            await self._write(writer, Frame(Kind.CHUNK, {"index": index, **common}, [piece]))
+
+    async def _send_chunks(
+        self, writer: asyncio.StreamWriter, name: str, file: _File, first: int, count: int
+    ) -> None:
+        if self._transfers >= TRANSFERS:
+            raise _RefusalError(Refused.BUSY, f"{self._transfers} transfers are under way")
+        self._transfers += 1
+        descriptor = -1
+        try:
+            try:
+                descriptor, nbytes = await asyncio.to_thread(_open, file.path)
+            except OSError as error:
+                raise _unreadable(name, file.path, error) from error
+            if file.nbytes is not None and nbytes != file.nbytes:
+                raise _RefusalError(Refused.MISSING, f"{name} is here with {nbytes} of {file.nbytes} bytes")
+            chunks = -(-nbytes // ARTIFACT_CHUNK_BYTES)
+            if first + count > chunks:
+                raise _RefusalError(Refused.RANGE, f"{name} has {chunks} chunks, asked for {first}+{count}")
+            for index in range(first, first + count):
+                offset = index * ARTIFACT_CHUNK_BYTES
+                size = min(ARTIFACT_CHUNK_BYTES, nbytes - offset)
+                try:
+                    data = await asyncio.to_thread(os.pread, descriptor, size, offset)
+                except OSError as error:
+                    raise _unreadable(name, file.path, error) from error
+                if len(data) != size:
+                    raise _RefusalError(Refused.FAILED, f"{name} became shorter while it was read")
+                await self._write(writer, Frame(Kind.CHUNK, {"index": index}, [memoryview(data)]))
+        finally:
+            self._transfers -= 1
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    async def _hashes(self, name: str, file: _File) -> Artifact:
+        """The file's size and hashes: those of the manifest, or computed once, in a thread."""
+        if file.artifact is not None:
+            return file.artifact
+        if file.hashing is None:
+            file.hashing = asyncio.create_task(asyncio.to_thread(Artifact.of, file.path, name))
+        task = file.hashing  # several requests may wait for the same one
+        done, _ = await asyncio.wait([task], timeout=HASHING_PATIENCE_S)
+        if not done:
+            raise _RefusalError(Refused.BUSY, f"the hash list of {name} is being computed")
+        if task.cancelled():
+            raise _RefusalError(Refused.UNKNOWN_NAME, f"{name} is not served any more")
+        file.hashing = None
+        try:
+            file.artifact = task.result()
+        except OSError as error:
+            raise _unreadable(name, file.path, error) from error
+        return file.artifact
+
+
+def _open(path: Path) -> tuple[int, int]:
+    """Open a file for reading; returns the descriptor and the file's size."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return descriptor, os.fstat(descriptor).st_size
+
+
+def _unreadable(name: str, path: Path, error: OSError) -> _RefusalError:
+    """The refusal for a file that cannot be read: gone is normal, anything else is said aloud."""
+    if isinstance(error, FileNotFoundError):
+        return _RefusalError(Refused.MISSING, f"{name} is not here")
+    logger.error("cannot read %s, which this peer serves: %s", path, error)
+    return _RefusalError(Refused.FAILED, f"{name} cannot be read: {error.strerror}")

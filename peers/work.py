@@ -1,0 +1,401 @@
+"""The work of one stage peer: which microbatches it holds, where they came from and where they went.
+
+Pure: methods take an event and the time, change this object and return what is to be done. The promise
+(design section 7, exactly once): a key enters the ledger of its step once, at its backward, whatever is
+repeated, returned twice or replayed; both coded payloads a peer sent for a key are kept until its commit of
+the next step, so that when a neighbour dies only the dead peer's own stage works again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from peers.limits import LIMITS
+from peers.routing import Router
+from swarm.plan import MicrobatchKey, Plan
+
+
+class Phase(Enum):
+    """How far a microbatch has come on this peer."""
+
+    QUEUED = "queued"
+    """Its forward is with the compute thread, or waits for it."""
+    OUT = "out"
+    """Forward done; it is at the next stage, or looks for a peer there."""
+    RETURNED = "returned"
+    """Its gradient is here; the backward is with the compute thread, or waits for it."""
+    DONE = "done"
+    """In the ledger."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One microbatch on this peer. Payloads are opaque here; the shell fills and reads them."""
+
+    key: MicrobatchKey
+    upstream: str | None
+    work: Any
+    incoming: Any = None
+    outgoing: Any = None
+    returned: Any = None
+    gradient: Any = None
+    loss_sum: float = 0.0
+    loss_tokens: int = 0
+    phase: Phase = Phase.QUEUED
+    downstream: str | None = None
+    is_replay: bool = False
+    needs_route: bool = False
+    asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Compute a forward (the last stage: forward, loss and backward)."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Compute a backward and add it to the accumulator of the step."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class SendForward:
+    """Send the coded forward output to a peer of the next stage."""
+
+    peer: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    """Send the coded input gradient to the peer it came from."""
+
+    peer: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer ACCEPTED, BUSY or REFUSED."""
+
+    peer: str
+    kind: str
+    key: MicrobatchKey
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AskHolders:
+    """Ask all peers of the next stage who holds this key, before a replay chooses one."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDone:
+    """All gradients of a slot of this source have come back."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerGrew:
+    """A key was added to the ledger of the current step."""
+
+    key: MicrobatchKey
+
+
+Action = Forward | Backward | SendForward | SendGradient | Reply | AskHolders | SlotDone | LedgerGrew
+
+
+class WorkCore:
+    """Microbatches of one stage peer, for the step being worked on and the one before.
+
+    version: the step whose gradients are being accumulated (its weights are what forwards use).
+    """
+
+    def __init__(self, *, is_last: bool, router: Router[MicrobatchKey], source_window: int) -> None:
+        self.version = 0
+        self.plan: Plan | None = None
+        self.router = router
+        self.counters: Counter[str] = Counter()
+        self._plan_hash = ""
+        self._keys: frozenset[MicrobatchKey] = frozenset()
+        self._is_last = is_last
+        self._source_window = source_window
+        self._entries: dict[MicrobatchKey, Entry] = {}
+        self._early: OrderedDict[MicrobatchKey, tuple[str, Any, Any, bool]] = OrderedDict()
+        self._pending: OrderedDict[MicrobatchKey, tuple[Any, bool]] = OrderedDict()
+        self._own_slots: dict[int, set[MicrobatchKey]] = {}
+        self._frozen = False
+
+    # -- what others may ask ---------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> dict[MicrobatchKey, int]:
+        """Keys of the current step in the accumulator, with their loss tokens."""
+        return {
+            key: entry.loss_tokens
+            for key, entry in self._entries.items()
+            if key.plan == self._plan_hash and entry.phase is Phase.DONE
+        }
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches accepted and not yet in the ledger."""
+        return sum(1 for entry in self._entries.values() if entry.phase is not Phase.DONE)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every microbatch of the current plan that came here is in the ledger."""
+        current = (e for k, e in self._entries.items() if k.plan == self._plan_hash)
+        return not self._pending and all(e.phase is Phase.DONE for e in current)
+
+    @property
+    def loss(self) -> tuple[float, int]:
+        """Sum of token losses and loss tokens of the current ledger."""
+        done = [self._entries[key] for key in self.ledger]
+        return sum(entry.loss_sum for entry in done), sum(entry.loss_tokens for entry in done)
+
+    def holds(self, key: MicrobatchKey) -> bool:
+        """Whether this peer has accepted the key, in flight or done."""
+        return key in self._entries
+
+    # -- plans and steps -------------------------------------------------------------------------------
+
+    def on_plan(self, plan: Plan, now: float) -> list[Action]:
+        """The plan of the current step is known, or replaced by one of a later attempt.
+
+        Work under an earlier attempt is dropped and counted; the shell must clear its accumulator then.
+        """
+        digest = plan.digest()
+        if plan.step != self.version or digest == self._plan_hash:
+            return []
+        if self.plan is not None and plan.attempt <= self.plan.attempt:
+            self.counters["stale_plan"] += 1
+            return []
+        for key in [k for k in self._entries if k.step == plan.step]:
+            self._drop(key)
+        self._pending.clear()
+        self._own_slots.clear()
+        self.plan, self._plan_hash, self._keys = plan, digest, frozenset(plan.keys())
+        return self._release_early(now)
+
+    def on_commit(self, step: int, now: float) -> list[Action]:
+        """The round of `step` is committed and applied: the next step begins, the one before is forgotten."""
+        if step != self.version:
+            return []
+        self.version = step + 1
+        self.plan, self._plan_hash, self._keys, self._frozen = None, "", frozenset(), False
+        self._pending.clear()
+        self._own_slots.clear()
+        for key in [k for k in self._entries if k.step < step]:
+            self._drop(key, is_loss=False)
+        return []
+
+    def freeze(self, is_frozen: bool, now: float) -> list[Action]:
+        """Hold new keys of the current step back while a group averages; release them if it failed."""
+        self._frozen = is_frozen
+        return [] if is_frozen else self._release_early(now)
+
+    def assign(
+        self, slot: int, works: Iterable[tuple[MicrobatchKey, Any]], is_replay: bool, now: float
+    ) -> list[Action]:
+        """This source runs a slot of the plan. Its microbatches start as the window allows."""
+        keys = dict(works)
+        self._own_slots[slot] = set(keys)
+        for key, work in keys.items():
+            if key not in self._entries:
+                self._pending[key] = (work, is_replay)
+        return self._start_pending() + self._slot_progress(slot)
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def on_forward(
+        self, peer: str, key: MicrobatchKey, work: Any, payload: Any, is_replay: bool, now: float
+    ) -> list[Action]:
+        """A FORWARD of the previous stage, whose plan is known."""
+        known = self._entries.get(key)
+        if known is not None:
+            known.upstream = peer
+            self.counters["repeated_forward"] += 1
+            if known.phase is Phase.DONE and known.gradient is not None:
+                return [SendGradient(peer, known)]
+            return [Reply(peer, "accepted", key)]
+        if key.step < self.version:
+            self.counters["late_forward"] += 1
+            return [Reply(peer, "refused", key, "committed")]
+        if key.step > self.version or self._frozen:
+            if len(self._early) >= LIMITS.early_frames and key not in self._early:
+                self.counters["busy"] += 1
+                return [Reply(peer, "busy", key)]
+            self._early[key] = (peer, work, payload, is_replay)
+            return [Reply(peer, "accepted", key)]
+        if key not in self._keys:
+            self.counters["foreign_key"] += 1
+            return [Reply(peer, "refused", key, "plan")]
+        if self.in_flight >= LIMITS.in_flight:
+            self.counters["busy"] += 1
+            return [Reply(peer, "busy", key)]
+        entry = Entry(key, peer, work, incoming=payload, is_replay=is_replay)
+        self._entries[key] = entry
+        self.counters["replayed"] += is_replay
+        return [Reply(peer, "accepted", key), Forward(entry)]
+
+    def on_forward_done(self, entry: Entry, outgoing: Any, now: float) -> list[Action]:
+        """The compute thread has the coded forward output."""
+        if self._entries.get(entry.key) is not entry:
+            return []
+        entry.outgoing, entry.incoming = outgoing, None
+        entry.phase, entry.needs_route = Phase.OUT, True
+        return self.route(now)
+
+    def on_gradient(
+        self, peer: str, key: MicrobatchKey, payload: Any, loss_sum: float, loss_tokens: int, now: float
+    ) -> list[Action]:
+        """A GRADIENT of the next stage."""
+        entry = self._entries.get(key)
+        if entry is None or entry.downstream != peer:
+            self.counters["unknown_gradient"] += 1
+            return []
+        self.router.returned(peer, key, now)
+        if entry.phase is not Phase.OUT:
+            self.counters["duplicate_gradient"] += 1
+            return self.route(now)
+        entry.returned, entry.loss_sum, entry.loss_tokens = payload, loss_sum, loss_tokens
+        entry.phase = Phase.RETURNED
+        return [Backward(entry), *self.route(now)]
+
+    def on_backward_done(
+        self, entry: Entry, gradient: Any, loss: tuple[float, int] | None, now: float
+    ) -> list[Action]:
+        """The compute thread has added the microbatch to the accumulator. loss: the last stage's own."""
+        if self._entries.get(entry.key) is not entry:
+            return []
+        if loss is not None:
+            entry.loss_sum, entry.loss_tokens = loss
+        entry.gradient, entry.returned, entry.incoming = gradient, None, None
+        entry.phase = Phase.DONE
+        self.counters["done"] += 1
+        actions: list[Action] = [LedgerGrew(entry.key)]
+        if entry.upstream is not None:
+            actions.append(SendGradient(entry.upstream, entry))
+        else:
+            actions += self._slot_progress(entry.key.slot) + self._start_pending()
+        return actions
+
+    def on_busy(self, peer: str, key: MicrobatchKey, now: float) -> list[Action]:
+        """The next stage had no room for a key: it looks for a place again."""
+        entry = self._entries.get(key)
+        if entry is None or entry.downstream != peer:
+            return []
+        self.router.busy(peer, key, now, LIMITS.busy_retry_s)
+        entry.downstream, entry.needs_route = None, True
+        return self.route(now)
+
+    def on_refused(self, peer: str, key: MicrobatchKey, reason: str, now: float) -> list[Action]:
+        """The next stage does not want a key: it has committed the step, or knows another plan."""
+        entry = self._entries.get(key)
+        if entry is None or entry.downstream != peer:
+            return []
+        self.counters[f"refused_{reason}" if reason in ("committed", "plan") else "refused_other"] += 1
+        if reason == "committed" or entry.phase is Phase.DONE:
+            self.router.forget(peer, key)
+            return []
+        self.router.failed(peer, key, now)
+        entry.downstream, entry.needs_route = None, True
+        return self.route(now)
+
+    def on_holder(self, entry: Entry, holder: str | None, now: float) -> list[Action]:
+        """The answer to AskHolders: the peer of the next stage that holds the key, if any does."""
+        if self._entries.get(entry.key) is not entry or not entry.needs_route:
+            return []
+        if holder is not None and holder in self.router.peers:
+            return [self._send(entry, holder, now)]
+        entry.is_replay = False  # nobody holds it: it goes wherever there is room
+        return self.route(now)
+
+    def on_peer_up(self, peer: str, now: float) -> list[Action]:
+        """A link to a peer of the next stage is up (again): what it owes is repeated."""
+        self.router.add(peer)
+        owed = [e for e in self._entries.values() if e.downstream == peer and e.phase is Phase.OUT]
+        return [self._send(entry, peer, now) for entry in owed] + self.route(now)
+
+    def on_peer_lost(self, peer: str, now: float) -> list[Action]:
+        """A peer of the next stage is gone, its accumulator with it: all that went there goes elsewhere."""
+        self.router.remove(peer)
+        for entry in self._entries.values():
+            if entry.downstream == peer:
+                entry.downstream, entry.needs_route, entry.is_replay, entry.asked = None, True, True, False
+                self.counters["rerouted"] += 1
+        return self.route(now)
+
+    def route(self, now: float) -> list[Action]:
+        """Send what looks for a peer of the next stage, as far as windows allow. Call on a timer too."""
+        actions: list[Action] = []
+        for entry in self._entries.values():
+            if not entry.needs_route or entry.outgoing is None:
+                continue
+            if entry.is_replay:
+                if not entry.asked and self.router.peers:
+                    entry.asked = True
+                    actions.append(AskHolders(entry))
+                continue
+            peer = self.router.choose(now)
+            if peer is None:
+                break
+            actions.append(self._send(entry, peer, now))
+        return actions
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _send(self, entry: Entry, peer: str, now: float) -> SendForward:
+        entry.downstream, entry.needs_route = peer, False
+        self.router.sent(peer, entry.key, now)
+        return SendForward(peer, entry)
+
+    def _start_pending(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._pending and not self._frozen and self.in_flight < self._source_window:
+            key, (work, is_replay) = self._pending.popitem(last=False)
+            entry = Entry(key, None, work, is_replay=is_replay)
+            self._entries[key] = entry
+            self.counters["replayed"] += is_replay
+            actions.append(Forward(entry))
+        return actions
+
+    def _slot_progress(self, slot: int) -> list[Action]:
+        open_keys = self._own_slots.get(slot)
+        if open_keys is None:
+            return []
+        finished = {k for k in open_keys if k in self._entries and self._entries[k].phase is Phase.DONE}
+        if len(finished) < len(open_keys):
+            return []
+        del self._own_slots[slot]
+        return [SlotDone(slot)]
+
+    def _release_early(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if self.plan is None:
+            return actions
+        for key in [k for k in self._early if k.step <= self.version]:
+            peer, work, payload, is_replay = self._early.pop(key)
+            if key in self._keys:
+                actions += self.on_forward(peer, key, work, payload, is_replay, now)
+            else:
+                self.counters["foreign_key"] += 1
+        return actions + self._start_pending()
+
+    def _drop(self, key: MicrobatchKey, is_loss: bool = True) -> None:
+        entry = self._entries.pop(key)
+        if entry.downstream is not None:
+            self.router.forget(entry.downstream, key)
+        self.counters["dropped"] += is_loss
