@@ -46,13 +46,15 @@ def parse_address(text: str, *, needs_peer_id: bool = False) -> Address:
     shape = "/ip4/203.0.113.5/tcp/31330" + ("/p2p/Qm..." if needs_peer_id else "")
     if len(text) > MAX_ADDRESS_CHARACTERS:
         raise AddressError(f"address of {len(text)} characters; at most {MAX_ADDRESS_CHARACTERS}")
+    if "/p2p-circuit" in text:
+        raise AddressError(f"{text!r} goes through a relay: expected a direct TCP address like {shape}")
+    if "/p2p/" in text:
+        parse_peer_id(text.rsplit("/p2p/", 1)[1])
     try:
         parts = [(protocol.name, value) for protocol, value in Multiaddr(text).items()]
     except Exception as error:  # its parser raises many kinds, from ValueError to binascii.Error
         raise AddressError(f"{text!r} is not a multiaddr: expected one like {shape}") from error
     names = [name for name, _ in parts]
-    if "p2p-circuit" in names:
-        raise AddressError(f"{text!r} goes through a relay: expected a direct TCP address like {shape}")
     if "udp" in names:
         raise AddressError(f"{text!r} is not TCP: only TCP is used, expected an address like {shape}")
     if len(names) not in {2, 3} or names[0] not in HOST_PROTOCOLS or names[1] != "tcp":
@@ -61,8 +63,7 @@ def parse_address(text: str, *, needs_peer_id: bool = False) -> Address:
     if len(names) == 3:
         if names[2] != "p2p":
             raise AddressError(f"{text!r} ends in /{names[2]}: expected an address like {shape}")
-        peer_id = text.rstrip("/").rsplit("/", 1)[1]
-        parse_peer_id(peer_id)
+        peer_id = text.rsplit("/p2p/", 1)[1]
     elif needs_peer_id:
         raise AddressError(f"{text!r} lacks the peer's id: expected an address like {shape}")
     return Address(names[0], str(parts[0][1]), int(parts[1][1]), peer_id)

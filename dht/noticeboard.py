@@ -334,6 +334,7 @@ class Noticeboard:
             with suppress(DialError, AddressError):
                 await connect_peer(self._p2p, address.peer_id, [address.transport], CALL_TIMEOUT_S)
         await self._greet()
+        self._note_success("heal")
 
     async def _publish_all(self) -> None:
         """Put all own records up again."""

@@ -62,5 +62,4 @@ class PeerConfig:
     serve_after_s: float = 600.0
     join_deadline_s: float = 60.0
     trace_ledger: Path | None = None
-    fail_at: str | None = None
     is_quiet: bool = False

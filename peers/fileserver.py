@@ -75,7 +75,7 @@ class _RefusalError(Exception):
 
 @dataclass(slots=True)
 class _File:
-    """A file on offer. nbytes: what it must hold, if the manifest says so. artifact: its hashes, once known."""
+    """A file on offer. nbytes: what it must hold, if a manifest says so. artifact: its hashes, once known."""
 
     path: Path
     nbytes: int | None = None

@@ -130,8 +130,12 @@ class RoundCore:
     # -- events ------------------------------------------------------------------------------------------
 
     def begin(self, step: int, roster: tuple[str, ...]) -> None:
-        """Start at a step with a roster (the start of the run)."""
+        """Start at a step with a roster (the start of the run).
+
+        Members whose links are still on their way count as alive until they are reported lost.
+        """
         self.step, self.roster = step, roster
+        self._alive |= {peer for peer in roster if peer != self.me}
 
     def on_plan(self, plan: str, keys: frozenset[CompactKey], now: float) -> list[Action]:
         """The plan of the current step, or one that replaces it."""
@@ -254,9 +258,14 @@ class RoundCore:
         self._gone.discard(peer)
         return self._report(now) if self._mine is not None and self.phase is Phase.GATHERING else []
 
+    def lose(self, peer: str) -> None:
+        """A replica is lost while a COMMIT is being applied: only noted."""
+        self._alive.discard(peer)
+        self._next_arrivals.pop(peer, None)
+
     def on_peer_lost(self, peer: str, now: float) -> list[Action]:
         """A replica is lost."""
-        self._alive.discard(peer)
+        self.lose(peer)
         self._arrivals.pop(peer, None)
         actions: list[Action] = []
         group = self.group

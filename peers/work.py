@@ -50,6 +50,8 @@ class Entry:
     is_replay: bool = False
     needs_route: bool = False
     asked: bool = False
+    is_dropped: bool = False
+    """Its plan was replaced: a job that still waits for the compute thread must not touch the accumulator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,22 @@ class LedgerGrew:
     key: MicrobatchKey
 
 
-Action = Forward | Backward | SendForward | SendGradient | Reply | AskHolders | SlotDone | LedgerGrew
+@dataclass(frozen=True, slots=True)
+class ClearAccumulator:
+    """The plan was replaced by one of a later attempt: what was accumulated under it is void."""
+
+
+Action = (
+    Forward
+    | Backward
+    | SendForward
+    | SendGradient
+    | Reply
+    | AskHolders
+    | SlotDone
+    | LedgerGrew
+    | ClearAccumulator
+)
 
 
 class WorkCore:
@@ -165,16 +182,20 @@ class WorkCore:
         done = [self._entries[key] for key in self.ledger]
         return sum(entry.loss_sum for entry in done), sum(entry.loss_tokens for entry in done)
 
+    def entry(self, key: MicrobatchKey) -> Entry | None:
+        """What this peer knows of a key."""
+        return self._entries.get(key)
+
     def holds(self, key: MicrobatchKey) -> bool:
         """Whether this peer has accepted the key, in flight or done."""
-        return key in self._entries
+        return key in self._entries or key in self._early
 
     # -- plans and steps -------------------------------------------------------------------------------
 
     def on_plan(self, plan: Plan, now: float) -> list[Action]:
         """The plan of the current step is known, or replaced by one of a later attempt.
 
-        Work under an earlier attempt is dropped and counted; the shell must clear its accumulator then.
+        Work under an earlier attempt is dropped and counted.
         """
         digest = plan.digest()
         if plan.step != self.version or digest == self._plan_hash:
@@ -182,12 +203,13 @@ class WorkCore:
         if self.plan is not None and plan.attempt <= self.plan.attempt:
             self.counters["stale_plan"] += 1
             return []
+        actions: list[Action] = [ClearAccumulator()] if self.plan is not None else []
         for key in [k for k in self._entries if k.step == plan.step]:
             self._drop(key)
         self._pending.clear()
         self._own_slots.clear()
         self.plan, self._plan_hash, self._keys = plan, digest, frozenset(plan.keys())
-        return self._release_early(now)
+        return actions + self._release_early(now)
 
     def on_commit(self, step: int, now: float) -> list[Action]:
         """The round of `step` is committed and applied: the next step begins, the one before is forgotten."""
@@ -314,6 +336,20 @@ class WorkCore:
         entry.downstream, entry.needs_route = None, True
         return self.route(now)
 
+    def on_unreadable(self, entry: Entry, now: float) -> list[Action]:
+        """The compute thread could not decode what came for this entry: its sender is asked for another."""
+        if self._entries.get(entry.key) is not entry:
+            return []
+        self.counters["unreadable"] += 1
+        if entry.phase is Phase.QUEUED:
+            self._drop(entry.key)
+            return [Reply(entry.upstream, "refused", entry.key, "payload")] if entry.upstream else []
+        if entry.downstream is not None:
+            self.router.failed(entry.downstream, entry.key, now)
+        entry.phase, entry.returned = Phase.OUT, None
+        entry.downstream, entry.needs_route, entry.is_replay, entry.asked = None, True, True, False
+        return self.route(now)
+
     def on_holder(self, entry: Entry, holder: str | None, now: float) -> list[Action]:
         """The answer to AskHolders: the peer of the next stage that holds the key, if any does."""
         if self._entries.get(entry.key) is not entry or not entry.needs_route:
@@ -396,6 +432,7 @@ class WorkCore:
 
     def _drop(self, key: MicrobatchKey, is_loss: bool = True) -> None:
         entry = self._entries.pop(key)
+        entry.is_dropped = True
         if entry.downstream is not None:
             self.router.forget(entry.downstream, key)
         self.counters["dropped"] += is_loss

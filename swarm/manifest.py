@@ -19,11 +19,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from swarm.activation.config import CodecConfig
-from swarm.data.pack import DataIndex
+from swarm.data.index import DataIndex
 from swarm.gradient.values import AveragingConfig
 from swarm.optim import OptimizerConfig
 
-FORMAT = 1
 ARTIFACT_CHUNK_BYTES = 1024 * 1024
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -95,7 +94,7 @@ class RunManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     protocol: int = Field(ge=1)
     name: str = Field(min_length=1, max_length=64)
     owner_public_key: str = Field(pattern=r"^[0-9a-f]{64}$", description="Ed25519, hex")

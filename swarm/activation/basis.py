@@ -1,18 +1,18 @@
-"""The basis codec: 4-bit coordinates of hidden states and gradients in bases fitted beforehand.
+"""The basis codec: hidden states and gradients in bases fitted beforehand, at a few bits per coordinate.
 
-A token's hidden state, less the mean, is written in the r leading directions of a Fisher-weighted principal
-basis (directions in which an error costs loss), its gradient in the r leading principal directions of the
-gradients. Coordinates cost 4 bits and share one bfloat16 scale per token. Document starts and other positions
-with massive activations are sent in full in bfloat16: a handful of channels there exceed everything else a
-hundredfold, and one lost value ruins the document.
+A token's hidden state, less the mean, is written in a Fisher-weighted principal basis (whose leading directions
+are those in which an error costs loss), its gradient in the principal directions of the gradients. `quantise`
+says how coordinates become bits. Document starts and other positions with massive activations are sent in full
+in bfloat16: a handful of channels there exceed everything else a hundredfold, and one lost value ruins the
+document.
 
-Rank, positions and sizes follow from integers in the configuration, the prior and the key; no float decides a
-layout. The backward direction is straight-through: the sender takes the decoded gradient for dL/dh.
+Widths, positions and sizes follow from integers in the prior and the key; no float decides a layout. The backward direction is straight-through: the sender takes the decoded gradient for dL/dh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -28,8 +28,8 @@ from swarm.activation.base import (
     check_finite,
     check_payload,
 )
-from swarm.activation.config import BF16_BYTES, SCALE_BYTES, BasisConfig, basis_rank
-from swarm.activation.quantise import dequantise_int4, quantise_int4
+from swarm.activation.config import BasisConfig, code_budget_bytes
+from swarm.activation.quantise import WidthTable, dequantise, quantise
 
 
 def document_positions(document_starts: Tensor) -> Tensor:
@@ -50,11 +50,31 @@ def dense_positions(document_starts: Tensor, offsets: Tensor) -> Tensor:
     return torch.isin(document_positions(document_starts), offsets)
 
 
+@dataclass(frozen=True, slots=True)
+class _Coder:
+    """One direction: analysis [H, R] and synthesis [R, H] in the compute dtype, scale fp32 [R], widths."""
+
+    analysis: Tensor
+    synthesis: Tensor
+    scale: Tensor
+    table: WidthTable
+
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and token scales of rows [n, H] in the compute dtype."""
+        return quantise((rows @ self.analysis).float(), self.scale, self.table)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Rows [n, H] in the compute dtype."""
+        coordinates = dequantise(codes, scales, self.scale, self.table)
+        return coordinates.to(self.synthesis.dtype) @ self.synthesis
+
+
 class BasisCodec(BoundaryCodec):
     """See the module. `prior` is what `fit_basis_prior` returns:
 
-    mean: fp32 [H]; encode, decode: [H, R] with R >= r; scale: fp32 [R]; gradient_basis: [H, R];
-    gradient_scale: fp32 [R]; dense_offsets: int64 [n]. Raises ValueError for missing arrays or wrong shapes.
+    mean: fp32 [H]; encode, decode: [H, R]; scale: fp32 [R]; widths: integer [C, 4]; gradient_basis: [H, R'];
+    gradient_scale: fp32 [R']; gradient_widths: integer [C, 4]; dense_offsets: integer [n]. Raises ValueError
+    for missing arrays, wrong shapes, or widths that exceed the budget of mask_ratio.
     """
 
     name: ClassVar[str] = "basis"
@@ -71,44 +91,38 @@ class BasisCodec(BoundaryCodec):
     ) -> None:
         self.hidden_size = hidden_size
         self.dtype = dtype
-        self.rank = basis_rank(config.mask_ratio, hidden_size)
-        _check_prior(prior, boundary, hidden_size, self.rank)
-        rank = self.rank
+        budget = code_budget_bytes(config.mask_ratio, hidden_size)
+        try:
+            check_basis_prior(prior, hidden_size=hidden_size, budget_bytes=budget)
+        except ValueError as error:
+            raise ValueError(f"prior of boundary {boundary}: {error}") from error
         self._mean = prior["mean"].to(device=device, dtype=torch.float32)
-        self._offsets = prior["dense_offsets"].to(device)
+        self._offsets = prior["dense_offsets"].to(device=device, dtype=torch.int64)
 
-        def matrix(name: str) -> Tensor:
-            return prior[name][:, :rank].to(device=device, dtype=dtype).contiguous()
+        def coder(encode: str, decode: str, scale: str, widths: str) -> _Coder:
+            return _Coder(
+                analysis=prior[encode].to(device=device, dtype=dtype).contiguous(),
+                synthesis=prior[decode].T.to(device=device, dtype=dtype).contiguous(),
+                scale=prior[scale].to(device=device, dtype=torch.float32),
+                table=WidthTable(prior[widths].tolist()),
+            )
 
-        self._encode = matrix("encode")
-        self._decode = matrix("decode").T.contiguous()
-        self._gradient_basis = matrix("gradient_basis")
-        self._gradient_basis_transposed = self._gradient_basis.T.contiguous()
-        self._scale = prior["scale"][:rank].to(device=device, dtype=torch.float32)
-        self._gradient_scale = prior["gradient_scale"][:rank].to(device=device, dtype=torch.float32)
+        self._forward = coder("encode", "decode", "scale", "widths")
+        self._backward = coder("gradient_basis", "gradient_basis", "gradient_scale", "gradient_widths")
 
     def layout(self, key: CodecKey) -> Layout:
-        """`codes` uint8 [n, r / 2], `scales` bfloat16 [n], `dense` bfloat16 [m, H]; n + m = B * T."""
-        dense = int(dense_positions(key.document_starts, self._offsets.to(key.document_starts.device)).sum())
-        rows, tokens = key.shape
-        ordinary = rows * tokens - dense
-        return {
-            "codes": TensorSpec(torch.uint8, (ordinary, self.rank // 2)),
-            "scales": TensorSpec(torch.bfloat16, (ordinary,)),
-            "dense": TensorSpec(torch.bfloat16, (dense, self.hidden_size)),
-        }
+        """`codes` uint8, `scales` bfloat16 [n], `dense` bfloat16 [m, H]; n + m = B * T."""
+        return self._layout(key, self._forward.table)
 
     def gradient_layout(self, key: CodecKey) -> Layout:
-        """The same as forward: same rank, same dense positions."""
-        return self.layout(key)
+        """As forward, with as many codes as the gradient's widths ask for."""
+        return self._layout(key, self._backward.table)
 
     def byte_count(self, key: CodecKey) -> ByteCount:
-        """Codes and scales are coded bytes; full tokens are dense positions."""
+        """Codes and scales are coded bytes; full tokens are dense positions. The backward codes may be fewer."""
         layout = self.layout(key)
-        ordinary = layout["scales"].shape[0]
         return ByteCount(
-            coded=ordinary * (self.rank // 2 + SCALE_BYTES),
-            dense_positions=layout["dense"].shape[0] * BF16_BYTES * self.hidden_size,
+            coded=layout["codes"].nbytes + layout["scales"].nbytes, dense_positions=layout["dense"].nbytes
         )
 
     def encode(self, hidden: Tensor, key: CodecKey) -> Payload:
@@ -117,39 +131,43 @@ class BasisCodec(BoundaryCodec):
         ordinary, dense = self._split(key)
         # The mean is subtracted in fp32: outlier channels would lose their small variations in bf16.
         centred = (flat.index_select(0, ordinary).float() - self._mean).to(self.dtype)
-        codes, scales = quantise_int4((centred @ self._encode).float(), self._scale)
+        codes, scales = self._forward.encode(centred)
         return {"codes": codes, "scales": scales, "dense": flat.index_select(0, dense).to(torch.bfloat16)}
 
     def decode(self, payload: Payload, key: CodecKey) -> Tensor:
         """Hidden states [B, T, H] in the compute dtype. Raises PayloadError."""
-        coordinates = self._coordinates(payload, self.layout(key), self._scale)
-        restored = ((coordinates @ self._decode).float() + self._mean).to(self.dtype)
-        return self._merge(restored, payload["dense"], key)
+        _check(payload, self.layout(key))
+        restored = self._forward.decode(payload["codes"], payload["scales"]).float() + self._mean
+        return self._merge(restored.to(self.dtype), payload["dense"], key)
 
     def encode_gradient(self, gradient: Tensor, key: CodecKey) -> Payload:
         """Code ordinary tokens in the gradient basis, copy the others. gradient: float [B, T, H]."""
         flat = gradient.reshape(-1, self.hidden_size)
         ordinary, dense = self._split(key)
-        rows = flat.index_select(0, ordinary).to(self.dtype)
-        codes, scales = quantise_int4((rows @ self._gradient_basis).float(), self._gradient_scale)
+        codes, scales = self._backward.encode(flat.index_select(0, ordinary).to(self.dtype))
         return {"codes": codes, "scales": scales, "dense": flat.index_select(0, dense).to(torch.bfloat16)}
 
     def decode_gradient(self, payload: Payload, key: CodecKey) -> Tensor:
         """Gradient [B, T, H] in the compute dtype, straight-through. Raises PayloadError."""
-        coordinates = self._coordinates(payload, self.gradient_layout(key), self._gradient_scale)
-        return self._merge(coordinates @ self._gradient_basis_transposed, payload["dense"], key)
+        _check(payload, self.gradient_layout(key))
+        return self._merge(self._backward.decode(payload["codes"], payload["scales"]), payload["dense"], key)
+
+    def _layout(self, key: CodecKey, table: WidthTable) -> Layout:
+        """Layout with a table's codes."""
+        offsets = self._offsets.to(key.document_starts.device)
+        dense = int(dense_positions(key.document_starts, offsets).sum())
+        rows, tokens = key.shape
+        ordinary = rows * tokens - dense
+        return {
+            "codes": TensorSpec(torch.uint8, (table.nbytes(ordinary),)),
+            "scales": TensorSpec(torch.bfloat16, (ordinary,)),
+            "dense": TensorSpec(torch.bfloat16, (dense, self.hidden_size)),
+        }
 
     def _split(self, key: CodecKey) -> tuple[Tensor, Tensor]:
         """Flat token indices, int64, of the ordinary and of the dense positions."""
-        device = self._mean.device
-        dense = dense_positions(key.document_starts.to(device), self._offsets).reshape(-1)
+        dense = dense_positions(key.document_starts.to(self._mean.device), self._offsets).reshape(-1)
         return (~dense).nonzero().squeeze(1), dense.nonzero().squeeze(1)
-
-    def _coordinates(self, payload: Payload, layout: Layout, scale: Tensor) -> Tensor:
-        """Checked payload to coordinates [n, r] in the compute dtype."""
-        check_payload(payload, layout)
-        check_finite(payload, ("scales", "dense"))
-        return dequantise_int4(payload["codes"], payload["scales"], scale).to(self.dtype)
 
     def _merge(self, restored: Tensor, dense: Tensor, key: CodecKey) -> Tensor:
         """Put ordinary [n, H] and dense [m, H] tokens at their positions: [B, T, H]."""
@@ -161,23 +179,39 @@ class BasisCodec(BoundaryCodec):
         return output.view(rows, tokens, self.hidden_size)
 
 
-def _check_prior(prior: Mapping[str, Tensor], boundary: int, hidden_size: int, rank: int) -> None:
-    """Raise ValueError unless the prior has every array, with at least `rank` columns."""
-    for name in ("mean", "encode", "decode", "scale", "gradient_basis", "gradient_scale", "dense_offsets"):
-        if name not in prior:
-            raise ValueError(f"prior of boundary {boundary} lacks {name!r}; fit it with fit_basis_prior")
-        shape = tuple(prior[name].shape)
-        if name in ("encode", "decode", "gradient_basis"):
-            fits = len(shape) == 2 and shape[0] == hidden_size and shape[1] >= rank
-            wanted = f"[{hidden_size}, >= {rank}]"
-        elif name == "mean":
-            fits, wanted = shape == (hidden_size,), f"[{hidden_size}]"
-        elif name == "dense_offsets":
-            fits, wanted = len(shape) == 1 and not prior[name].is_floating_point(), "integer [n]"
-        else:
-            fits, wanted = len(shape) == 1 and shape[0] >= rank, f"[>= {rank}]"
-        if not fits:
+def _check(payload: Payload, layout: Layout) -> None:
+    """Layout and finiteness. Raises PayloadError."""
+    check_payload(payload, layout)
+    check_finite(payload, ("scales", "dense"))
+
+
+def check_basis_prior(prior: Mapping[str, Tensor], *, hidden_size: int, budget_bytes: int) -> None:
+    """Raise ValueError unless arrays fit each other and the hidden size, and codes fit the budget per token."""
+    for basis, scale, widths in (
+        ("encode", "scale", "widths"),
+        ("decode", "scale", "widths"),
+        ("gradient_basis", "gradient_scale", "gradient_widths"),
+    ):
+        missing = {basis, scale, widths, "mean", "dense_offsets"} - set(prior)
+        if missing:
+            raise ValueError(f"lacks {sorted(missing)}; fit it with fit_basis_prior")
+        rank = int(prior[scale].numel())
+        wanted = {basis: (hidden_size, rank), scale: (rank,), "mean": (hidden_size,)}
+        for name, shape in wanted.items():
+            if tuple(prior[name].shape) != shape or not prior[name].is_floating_point():
+                raise ValueError(
+                    f"{name!r} is {prior[name].dtype} {tuple(prior[name].shape)} where float {shape} was "
+                    "expected; it was fitted for another model"
+                )
+        if not bool((prior[scale] > 0).all()):
+            raise ValueError(f"{scale!r} must be positive")
+        table = WidthTable(prior[widths].tolist())
+        if table.coordinates > rank:
+            raise ValueError(f"{widths!r} codes {table.coordinates} coordinates, but there are {rank}")
+        if sum(table.token_bytes) > table.classes * budget_bytes:
             raise ValueError(
-                f"prior of boundary {boundary}: {name!r} is {list(shape)} where {wanted} was expected; it "
-                "was fitted for another model or a higher mask_ratio"
+                f"{widths!r} spends {sum(table.token_bytes) / table.classes:.1f} bytes per token where {budget_bytes} "
+                "are allowed; it was fitted for a lower mask_ratio"
             )
+    if prior["dense_offsets"].ndim != 1 or prior["dense_offsets"].is_floating_point():
+        raise ValueError("'dense_offsets' must be a vector of integers")

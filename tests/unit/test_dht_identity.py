@@ -58,7 +58,7 @@ def test_damaged_key_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "peer.key"
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(IdentityError, match="peer.key is not a libp2p identity"):
+    with pytest.raises(IdentityError, match=r"peer\.key is not a libp2p identity"):
         Identity.load_or_create(path)
 
 

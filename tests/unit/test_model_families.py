@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ VOCABULARY = 97
 CUTS: tuple[tuple[int, ...], ...] = ((), (2,), (1, 3), (1, 2, 3))
 
 # Small sizes and unusual multipliers, of which every family takes the fields it has. The windows are shorter
-# than the documents, the softcaps bite, the scales are far from 1, dropout is on: leaving any of it out shows.
+# than the documents, the softcaps bite, the scales are far from 1, dropout is on: leaving one out shows.
 TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -68,7 +69,13 @@ TINY: dict[str, Any] = {
     "n_inner": 48,
     "rotary_dim": 4,
 }
-MULTI_HEAD_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MULTI_HEAD_LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 
 def tiny_config(family: str) -> Any:
@@ -83,7 +90,11 @@ def tiny_config(family: str) -> Any:
         fields |= {"use_sliding_window": True, "max_window_layers": 2}
     if getattr(usual, "layer_types", None):
         # Families with windows must show both kinds, whatever their default pattern is.
-        kinds = ["full_attention", "sliding_attention"] if hasattr(usual, "sliding_window") else ["full_attention"]
+        kinds = (
+            ["full_attention", "sliding_attention"]
+            if hasattr(usual, "sliding_window")
+            else ["full_attention"]
+        )
         fields["layer_types"] = [kinds[index % len(kinds)] for index in range(LAYERS)]
     if getattr(usual, "mlp_layer_types", None):
         fields["mlp_layer_types"] = ["dense", *["sparse"] * (LAYERS - 1)]
@@ -113,11 +124,11 @@ def uncut_logits(model: Any, batch: Batch) -> Tensor:
 
 
 def alone_logits(model: Any, batch: Batch) -> Tensor:
-    """Logits of the uncut model with every document in a forward of its own and no argument but its tokens."""
+    """Logits of the uncut model with every document alone and no argument but its tokens."""
     rows = []
     for token_ids, starts in zip(batch.token_ids, batch.document_starts, strict=True):
         edges = [*starts.nonzero().flatten().tolist(), token_ids.numel()]
-        documents = [token_ids[None, first:last] for first, last in zip(edges, edges[1:], strict=False)]
+        documents = [token_ids[None, first:last] for first, last in pairwise(edges)]
         rows.append(torch.cat([model(input_ids=each, use_cache=False).logits[0] for each in documents]))
     return torch.stack(rows)
 

@@ -1,0 +1,244 @@
+"""`swarm-peer init`: create a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import tyro
+
+from peers.commands.options import CommandOptions
+from peers.config import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from swarm.manifest import RunManifest
+
+DESCRIPTION = """\
+Create a run: load a pretrained causal LM, cut it into stages of about equal cost, pack the data into rows of
+tokens, fit the codec to the model's own activations, and sign the manifest with a new owner key.
+
+RUN_DIR gets manifest.yaml, owner.key (keep it: who holds it owns the run) and artifacts/, everything that
+peers fetch. It appears only when it is complete. Input and output embeddings that share one matrix are untied
+at the cut (the first stage trains one, the last the other), and the checkpoint that `export` writes is untied.
+
+Examples:
+  swarm-peer init my-run --model smollm2-135m --data stdlib
+  swarm-peer init my-run --model HuggingFaceTB/SmolLM2-1.7B --data roneneldan/TinyStories --stages 8
+  swarm-peer init my-run --model ./model --data ./texts --codec mask --mask-ratio 95 --steps 1000
+  swarm-peer init my-run --model model.gguf --data notes.jsonl --text-field body --freeze embedding head
+"""
+
+Progress = Callable[[str, float, float | None], None]
+"""progress(phase, done, total): total None where it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(CommandOptions):
+    """What a run fixes; shared by init and local."""
+
+    model: str = "smollm2-135m"
+    """smollm2-135m (in the `demo` extra), a Hugging Face name, a folder with a checkpoint, or a .gguf file."""
+
+    data: str = "stdlib"
+    """stdlib (sources of Python's standard library), a text file or folder, JSON Lines, or a Hugging Face data set."""
+
+    data_kind: Literal["auto", "stdlib", "text", "jsonl", "hub"] = "auto"
+    """How --data is read."""
+
+    text_field: str = "text"
+    """Field or column of the text, for JSON Lines and Hugging Face data sets."""
+
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+
+    subset: str | None = None
+    """Subset (configuration) of a Hugging Face data set."""
+
+    max_documents: int | None = None
+    """Read at most this many documents."""
+
+    max_tokens: int | None = None
+    """Stop packing after this many tokens."""
+
+    heldout_percent: int = 5
+    """Percent of the documents that are never trained on."""
+
+    stages: int = 4
+    """Stages the model is cut into."""
+
+    cuts: tuple[int, ...] = ()
+    """First layers of stages 1, 2, ..., instead of cuts of equal cost."""
+
+    replicas: int = 2
+    """Peers per stage that must be there before the first step (local starts as many)."""
+
+    steps: int = 100
+    """Training steps of the run."""
+
+    samples_per_step: int = 16
+    """Packed rows per step, over all sources together."""
+
+    rows_per_microbatch: int = 1
+    """Packed rows in a microbatch."""
+
+    sequence_length: int = 1024
+    """Tokens in a packed row."""
+
+    codec: Literal["basis", "mask", "dense"] = "basis"
+    """What crosses a boundary between stages: 4-bit coordinates in fitted bases, a random mask, or everything."""
+
+    mask_ratio: float | None = None
+    """Percent of a boundary's bytes not sent: 90 sends 10%. Without it, 90 for basis and 95 for mask."""
+
+    codec_values: Literal["bf16", "int8", "fp32"] | None = None
+    """Number format of mask (bf16, int8, fp32) and dense (bf16, fp32) on the wire; bf16 without it."""
+
+    mask_fill: Literal["zero", "mean"] = "zero"
+    """mask: what the receiver puts where nothing was sent."""
+
+    mask_rescale: Literal["none", "const", "rms"] = "none"
+    """mask: factor on the values that were sent."""
+
+    calibration_microbatches: int = 32
+    """basis: microbatches that run through the model once, unmasked, to fit the bases."""
+
+    averaging_values: Literal["fp16", "fp32"] = "fp16"
+    """Number format of averaged gradients on the wire."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer of every stage."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices per unit of learning rate."""
+
+    momentum: float = 0.0
+    """sgd: momentum."""
+
+    clip_norm: float | None = 1.0
+    """Bound of the model's gradient norm; none switches clipping off."""
+
+    freeze: tuple[Literal["embedding", "head", "norms"], ...] = ()
+    """Parts that are not trained."""
+
+    compute: Literal["bf16", "fp32"] = "bf16"
+    """Number format in which stages compute; master weights are fp32."""
+
+    weights: Literal["auto", "bf16", "fp32"] = "auto"
+    """Number format of the initial weights that peers fetch; auto keeps the model's own."""
+
+    snapshot_every: int = 20
+    """Steps between two snapshots that peers keep and serve."""
+
+    seed: int = 0
+    """Seed of the sample order and the random masks."""
+
+    name: str | None = None
+    """Name of the run, for people; without it, the folder's name."""
+
+    threads: int | None = None
+    """Torch threads; without it, one per core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions(RunOptions):
+    """Create a run."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Folder to make; must not exist."""
+
+
+class CreateRun(Protocol):
+    """Signature of `create_run`."""
+
+    def __call__(self, options: RunOptions, run_dir: Path, progress: Progress | None = None) -> RunManifest:
+        """See `create_run`."""
+
+
+def create_run(options: RunOptions, run_dir: Path, progress: Progress | None = None) -> RunManifest:
+    """Make a run's folder and return its signed manifest. Imports torch and transformers.
+
+    Raises UserError, DataError, ModelSourceError or NoPipelinePlan for what the user can mend; nothing is
+    left behind after any failure.
+    """
+    from peers.commands.build import build_run
+
+    return build_run(options, run_dir, progress)
+
+
+def check_target(run_dir: Path) -> None:
+    """Raise UserError unless a run can be made at `run_dir`."""
+    if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
+        what = "already holds a run" if (run_dir / "manifest.yaml").exists() else "exists already"
+        raise UserError(
+            f"{run_dir} {what}: give another folder, or move it away first (its owner.key cannot be made again); "
+            f"to train it: swarm-peer seed {run_dir}"
+        )
+
+
+def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
+    """What was made: run id, stages, bytes per token, the next command."""
+    from rich.table import Table
+
+    from peers.commands.inspect import boundary_bytes, stage_rows
+
+    console.print(f"run {manifest.name!r}, id {manifest.run_id}, in {run_dir}", markup=False)
+    table = Table("stage", "layers", "parameters", "compute", "file", title=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in stage_rows(manifest):
+        table.add_row(
+            str(row.stage),
+            f"{row.first_layer}-{row.last_layer}",
+            f"{row.parameters / 1e6:,.1f} M",
+            f"{row.compute_share:.0%}",
+            f"{row.file_bytes / 1e6:,.0f} MB",
+        )
+    console.print(table)
+    data = manifest.data
+    epochs = manifest.total_steps * manifest.samples_per_step / data.train_samples
+    console.print(
+        f"data: {data.train_samples:,} rows of {data.sequence_length} tokens to train on, "
+        f"{data.heldout_samples:,} held out; {manifest.total_steps} steps take {epochs:.2f} epochs",
+        markup=False,
+    )
+    cost = boundary_bytes(manifest, run_dir / "artifacts")
+    if cost is not None:
+        console.print(
+            f"bytes per token and boundary: forward {cost.forward:.1f} (coded {cost.coded:.1f}, "
+            f"dense positions {cost.dense_positions:.1f}, ids {cost.ids:.1f}), backward {cost.backward:.1f}; "
+            f"uncoded bf16 would be {cost.uncoded} each way",
+            markup=False,
+        )
+    console.print(f"next: swarm-peer seed {run_dir}", markup=False)
+
+
+def run(options: InitOptions) -> int:
+    """Create the run and say what was made."""
+    import time
+
+    from rich.console import Console
+
+    from peers.commands.progress import phases
+
+    console = Console(highlight=False, soft_wrap=True)
+    run_dir = options.run_dir.expanduser()
+    check_target(run_dir)
+    started = time.monotonic()
+    with phases(console) as progress:
+        manifest = create_run(options, run_dir, progress)
+    print_run(console, manifest, run_dir)
+    console.print(f"made in {time.monotonic() - started:.0f} s")
+    return 0

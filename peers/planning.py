@@ -1,0 +1,85 @@
+"""The plans a peer knows, made and checked. Pure.
+
+What a step computes is a pure function of manifest, step, attempt, group and sources, so a plan that
+arrives is checked by its samples: nobody can make a peer train something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peers.frames import FrameError
+from swarm.data.order import samples_of_step
+from swarm.manifest import RunManifest
+from swarm.plan import Plan, Slot, split_samples
+
+KEPT_PLANS = 16
+
+
+def make_plan(
+    manifest: RunManifest, step: int, attempt: int, group: str, sources: Sequence[str]
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a step and who runs its slots: one slot per source, equal shares."""
+    samples = step_samples(manifest, step)
+    shares = dict.fromkeys(sources, 1.0)
+    slots = split_samples(samples, manifest.rows_per_microbatch, shares)
+    plan = Plan(
+        step=step,
+        attempt=attempt,
+        group=group,
+        rows_per_microbatch=manifest.rows_per_microbatch,
+        slots=tuple(Slot(number=number, samples=slot) for number, slot in enumerate(slots)),
+        prior_versions=(0,) * (manifest.model.stages - 1),
+        is_last=step == manifest.total_steps - 1,
+        keep_snapshot=manifest.keeps_snapshot(step),
+    )
+    return plan, tuple(sources[: len(slots)])
+
+
+def step_samples(manifest: RunManifest, step: int) -> list[int]:
+    """Sample ids of a step, in order."""
+    return samples_of_step(manifest.seed, manifest.data.train_samples, manifest.samples_per_step, step)
+
+
+class PlanBook:
+    """Plans by hash, of the steps around the current one; for each step the latest attempt counts."""
+
+    def __init__(self, manifest: RunManifest) -> None:
+        self._manifest = manifest
+        self._plans: dict[str, Plan] = {}
+
+    def get(self, digest: str) -> Plan | None:
+        """A plan by its hash."""
+        return self._plans.get(digest)
+
+    def of_step(self, step: int) -> Plan | None:
+        """The latest attempt known for a step."""
+        plans = [plan for plan in self._plans.values() if plan.step == step]
+        return max(plans, key=lambda plan: plan.attempt, default=None)
+
+    def parse(self, data: bytes, version: int) -> Plan:
+        """Check a plan that arrived. Raises FrameError unless it is one this run can have around `version`."""
+        try:
+            plan = Plan.from_bytes(data)
+        except ValueError as error:
+            raise FrameError("plan", str(error)[:160]) from error
+        if not max(0, version - 1) <= plan.step <= version + 1 or plan.step >= self._manifest.total_steps:
+            raise FrameError("plan", f"a plan of step {plan.step} while step {version} is worked on")
+        samples = [sample for slot in plan.slots for sample in slot.samples]
+        if samples != step_samples(self._manifest, plan.step):
+            raise FrameError("plan", f"the plan of step {plan.step} names other samples than the run's order")
+        if plan.rows_per_microbatch != self._manifest.rows_per_microbatch:
+            raise FrameError("plan", f"{plan.rows_per_microbatch} rows per microbatch")
+        if plan.is_last != (plan.step == self._manifest.total_steps - 1):
+            raise FrameError("plan", f"step {plan.step} is not the last")
+        return plan
+
+    def add(self, plan: Plan) -> bool:
+        """Remember a plan; False if it was known."""
+        digest = plan.digest()
+        if digest in self._plans:
+            return False
+        self._plans[digest] = plan
+        while len(self._plans) > KEPT_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+        return True

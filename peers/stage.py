@@ -1,0 +1,250 @@
+"""The stage worker: carries out what the work core decides, with links and the compute thread.
+
+A microbatch's life on this peer: FORWARD frame -> `WorkCore.on_forward` -> compute thread (decode, layers,
+encode) -> FORWARD to the next stage -> GRADIENT back -> compute thread (backward, accumulate, encode) ->
+GRADIENT to the previous stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from peers import work
+from peers.compute import Boundaries, StageCompute, Work
+from peers.engine import Engine, JobPriority
+from peers.frames import Frame, FrameError, Kind, need, need_count, pack_tensors
+from peers.limits import LIMITS
+from peers.link import Link
+from peers.links import Links
+from peers.payloads import BatchFormat, samples_of, unpack_forward, unpack_layout
+from peers.questions import Questions
+from peers.routing import Router
+from swarm.activation.base import CodecKey, PayloadError
+from swarm.data.dataset import PackedDataset
+from swarm.plan import MicrobatchKey, Plan
+
+logger = logging.getLogger("swarm_peer.stage")
+MAX_LOSS_TOKENS = 2**40
+
+
+class StageWorker:
+    """One stage's microbatches: the shell around `WorkCore`. Lives in the communication loop."""
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        stages: int,
+        compute: StageCompute,
+        boundaries: Boundaries,
+        form: BatchFormat,
+        engine: Engine,
+        links: Links,
+        questions: Questions,
+        source_window: int,
+        dataset: PackedDataset | None,
+        tasks: asyncio.TaskGroup,
+        on_ledger: Callable[[], None],
+        on_slot_done: Callable[[int], None],
+    ) -> None:
+        self.stage, self.stages = stage, stages
+        self.core = work.WorkCore(
+            is_last=stage == stages - 1,
+            router=Router(window=max(2, LIMITS.in_flight // 2)),
+            source_window=source_window,
+        )
+        self._compute, self._boundaries, self._form = compute, boundaries, form
+        self._engine, self._links, self._questions = engine, links, questions
+        self._dataset = dataset
+        self._tasks = tasks
+        self._on_ledger, self._on_slot_done = on_ledger, on_slot_done
+        self.codec_bytes = {"forward": 0, "gradient": 0, "ids": 0, "tokens": 0, "dense_positions": 0}
+
+    # -- frames ------------------------------------------------------------------------------------------
+
+    def on_forward(self, link: Link, frame: Frame, plan: Plan) -> None:
+        """A FORWARD of the previous stage under a known plan. Raises FrameError."""
+        codec = self._boundaries.incoming
+        if codec is None or link.hello.stage != self.stage - 1:
+            raise FrameError("stage", f"stage {self.stage} takes no FORWARD from stage {link.hello.stage}")
+        key = parse_key(frame)
+        is_replay = need(frame.header, "replay", bool)
+        if self.core.entry(key) is not None:
+            work_, payload = None, None  # a repeat: what came first counts
+        else:
+            work_, payload = unpack_forward(frame.data(), key, plan, self._form, codec)
+        self.run(self.core.on_forward(link.peer, key, work_, payload, is_replay, time.monotonic()))
+
+    def on_gradient(self, link: Link, frame: Frame) -> None:
+        """A GRADIENT of the next stage. Raises FrameError."""
+        codec = self._boundaries.outgoing
+        if codec is None or link.hello.stage != self.stage + 1:
+            raise FrameError("stage", f"stage {self.stage} takes no GRADIENT from stage {link.hello.stage}")
+        key = parse_key(frame)
+        loss_sum = need(frame.header, "loss_sum", float)
+        loss_tokens = need_count(frame.header, "loss_tokens", MAX_LOSS_TOKENS)
+        entry = self.core.entry(key)
+        payload = None
+        if entry is not None and entry.phase is work.Phase.OUT and entry.work is not None:
+            payload = unpack_layout(frame.data(), codec.gradient_layout(entry.work.codec_key))
+            if loss_tokens != entry.work.batch.loss_tokens:
+                raise FrameError("range", f"{loss_tokens} loss tokens for {key}")
+        self.run(self.core.on_gradient(link.peer, key, payload, loss_sum, loss_tokens, time.monotonic()))
+
+    def on_reply(self, link: Link, frame: Frame) -> None:
+        """ACCEPTED, BUSY or REFUSED for a key. Raises FrameError."""
+        if frame.kind is Kind.ACCEPTED or "key" not in frame.header:
+            return  # ACCEPTED changes nothing here; REFUSED without a key is about the frame, not the work
+        key, now = parse_key(frame), time.monotonic()
+        if frame.kind is Kind.BUSY:
+            self.run(self.core.on_busy(link.peer, key, now))
+        else:
+            reason = need(frame.header, "reason", str)[:40]
+            self.run(self.core.on_refused(link.peer, key, reason, now))
+
+    # -- orders of the trainer ---------------------------------------------------------------------------
+
+    def assign(self, plan: Plan, slot: int, is_replay: bool) -> None:
+        """Run a slot of the plan (stage 0)."""
+        digest = plan.digest()
+        works = [
+            (MicrobatchKey(step=plan.step, plan=digest, slot=slot, microbatch=number), None)
+            for number in range(len(plan.microbatches(slot)))
+        ]
+        self.run(self.core.assign(slot, works, is_replay, time.monotonic()))
+
+    def run(self, actions: Iterable[work.Action]) -> None:
+        """Carry out what the core decided, in order."""
+        for action in actions:
+            match action:
+                case work.Forward(entry):
+                    self._tasks.create_task(self._forward(entry))
+                case work.Backward(entry):
+                    self._tasks.create_task(self._backward(entry))
+                case work.SendForward(peer, entry):
+                    self._send_forward(peer, entry)
+                case work.SendGradient(peer, entry):
+                    self._send_gradient(peer, entry)
+                case work.Reply(peer, kind, key, reason):
+                    self._reply(peer, kind, key, reason)
+                case work.AskHolders(entry):
+                    self._tasks.create_task(self._ask_holders(entry))
+                case work.SlotDone(slot):
+                    self._on_slot_done(slot)
+                case work.LedgerGrew():
+                    self._on_ledger()
+                case work.ClearAccumulator():
+                    self._tasks.create_task(self._submit(JobPriority.ROUND, self._compute.clear))
+
+    # -- compute -----------------------------------------------------------------------------------------
+
+    async def _forward(self, entry: work.Entry) -> None:
+        is_last = self._boundaries.outgoing is None
+        job = self._finish_job if is_last else self._forward_job
+        try:
+            result = await self._engine.submit(JobPriority.FORWARD, job, entry)
+        except PayloadError as error:
+            logger.warning("microbatch %s of %s: %s", entry.key, entry.upstream, error)
+            self.run(self.core.on_unreadable(entry, time.monotonic()))
+            return
+        if result is None:
+            return
+        if is_last:
+            gradient, loss_sum, loss_tokens = result
+            actions = self.core.on_backward_done(entry, gradient, (loss_sum, loss_tokens), time.monotonic())
+        else:
+            actions = self.core.on_forward_done(entry, result, time.monotonic())
+        self.run(actions)
+
+    async def _backward(self, entry: work.Entry) -> None:
+        try:
+            result = await self._engine.submit(JobPriority.BACKWARD, self._backward_job, entry)
+        except PayloadError as error:
+            logger.warning("gradient of microbatch %s from %s: %s", entry.key, entry.downstream, error)
+            self.run(self.core.on_unreadable(entry, time.monotonic()))
+            return
+        if result is not None:
+            self.run(self.core.on_backward_done(entry, result[0], None, time.monotonic()))
+
+    async def _submit(self, priority: int, job: Callable[[], Any]) -> None:
+        await self._engine.submit(priority, job)
+
+    def _work(self, entry: work.Entry) -> Work:
+        """A source reads its microbatch on the compute thread, when its turn comes."""
+        if entry.work is None:
+            if self._dataset is None or self.core.plan is None:
+                raise RuntimeError(f"microbatch {entry.key} has no data on this peer")
+            batch = self._dataset.batch(samples_of(entry.key, self.core.plan))
+            entry.work = Work(entry.key, batch, CodecKey.of(batch, entry.key.step))
+        work_: Work = entry.work
+        return work_
+
+    def _forward_job(self, entry: work.Entry) -> Any:
+        if entry.is_dropped:
+            return None
+        return self._compute.forward(self._work(entry), entry.incoming)
+
+    def _finish_job(self, entry: work.Entry) -> Any:
+        if entry.is_dropped:
+            return None
+        return self._compute.finish(self._work(entry), entry.incoming)
+
+    def _backward_job(self, entry: work.Entry) -> Any:
+        if entry.is_dropped:
+            self._compute.drop(entry.key)
+            return None
+        return (self._compute.backward(self._work(entry), entry.returned),)
+
+    # -- frames out --------------------------------------------------------------------------------------
+
+    def _send_forward(self, peer: str, entry: work.Entry) -> None:
+        link, codec = self._links.get(peer), self._boundaries.outgoing
+        if link is None or codec is None:
+            return  # the loss of the peer is on its way, and the entry with it
+        work_: Work = entry.work
+        batch = self._form.pack(work_.batch)
+        payload = pack_tensors(entry.outgoing.values())
+        if not entry.is_replay:
+            count = codec.byte_count(work_.codec_key)
+            self.codec_bytes["forward"] += count.coded
+            self.codec_bytes["dense_positions"] += count.dense_positions
+            self.codec_bytes["ids"] += sum(part.nbytes for part in batch)
+            self.codec_bytes["tokens"] += work_.batch.tokens
+        header = {"key": entry.key.pack(), "replay": entry.is_replay}
+        link.post(Kind.FORWARD, header, batch + payload)
+
+    def _send_gradient(self, peer: str, entry: work.Entry) -> None:
+        link = self._links.get(peer)
+        if link is None or entry.gradient is None:
+            return  # whoever repeats the FORWARD gets it then
+        header = {
+            "key": entry.key.pack(),
+            "loss_sum": float(entry.loss_sum),
+            "loss_tokens": entry.loss_tokens,
+        }
+        payload = pack_tensors(entry.gradient.values())
+        self.codec_bytes["gradient"] += sum(part.nbytes for part in payload)
+        link.post(Kind.GRADIENT, header, payload)
+
+    def _reply(self, peer: str, kind: str, key: MicrobatchKey, reason: str) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.post(Kind(kind), {"key": key.pack(), "reason": reason})
+
+    async def _ask_holders(self, entry: work.Entry) -> None:
+        links = self._links.open_links(self.stage + 1)
+        answers = await self._questions.ask(links, "holder", entry.key.pack(), is_enough=lambda a: a is True)
+        holder = next((peer for peer, answer in answers.items() if answer is True), None)
+        self.run(self.core.on_holder(entry, holder, time.monotonic()))
+
+
+def parse_key(frame: Frame) -> MicrobatchKey:
+    """The key in a frame's header. Raises FrameError."""
+    try:
+        return MicrobatchKey.unpack(frame.header.get("key"))
+    except ValueError as error:
+        raise FrameError("key", str(error)[:120]) from error

@@ -1,0 +1,494 @@
+"""One stage peer at work: binds links, plans, the stage worker, the rounds and the start of the run.
+
+Everything here runs in the communication loop. Frames come in through `on_frame`, losses through `on_lost`,
+time through `tick`; what is decided stands in the pure cores (`work`, `rounds`, `start`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers import start
+from peers.averaging import Averaging
+from peers.compute import Boundaries, StageCompute
+from peers.engine import Engine
+from peers.frames import Frame, FrameError, Kind, need, need_count, need_texts
+from peers.limits import LIMITS
+from peers.link import Link
+from peers.links import Links, Liveness, short
+from peers.payloads import BatchFormat
+from peers.planning import PlanBook, make_plan
+from peers.questions import Questions
+from peers.round_messages import Arrival, Commit, compact
+from peers.rounds import RoundCore
+from peers.run_files import RunFiles
+from peers.stage import StageWorker, parse_key
+from swarm.manifest import RunManifest
+from swarm.plan import MAX_SLOTS, Plan
+
+logger = logging.getLogger("swarm_peer.trainer")
+SPEED_STEPS = 5
+
+
+class NotInRunError(Exception):
+    """The run started, or goes on, without this peer."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the trainer knows of the run's progress, for status, metrics and records."""
+
+    step: int = 0
+    loss: float | None = None
+    tokens_done: int = 0
+    gradient_norm: float | None = None
+    step_times: list[float] = field(default_factory=list)
+    step_tokens: list[int] = field(default_factory=list)
+
+    def finished_step(self, now: float, tokens: int) -> None:
+        """A step was applied."""
+        self.step += 1
+        self.tokens_done += tokens
+        self.step_times = [*self.step_times, now][-SPEED_STEPS - 1 :]
+        self.step_tokens = [*self.step_tokens, tokens][-SPEED_STEPS:]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of the whole run per second, over the last few steps."""
+        if len(self.step_times) < 2:
+            return None
+        span = self.step_times[-1] - self.step_times[0]
+        return sum(self.step_tokens[1 - len(self.step_times) :]) / max(span, 1e-6)
+
+
+class Trainer:
+    """The stage peer. `finished` is set once the last step is applied."""
+
+    def __init__(
+        self,
+        *,
+        manifest: RunManifest,
+        stage: int,
+        compute: StageCompute,
+        boundaries: Boundaries,
+        engine: Engine,
+        links: Links,
+        files: RunFiles,
+        tasks: asyncio.TaskGroup,
+        on_snapshot: Callable[[int], None],
+        trace_ledger: Path | None = None,
+    ) -> None:
+        self.manifest, self.stage, self.stages = manifest, stage, manifest.model.stages
+        self.me = links.me
+        self.progress = Progress()
+        self.finished = asyncio.Event()
+        self.started = asyncio.Event()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._links, self._files, self._tasks = links, files, tasks
+        self._questions = Questions()
+        self._plans = PlanBook(manifest)
+        self._assignment: tuple[str, int, list[str]] = ("", 0, [])
+        self._step_ends: defaultdict[str, set[int]] = defaultdict(set)
+        self._stash: list[tuple[Link, Frame]] = []
+        self._on_snapshot, self._trace = on_snapshot, trace_ledger
+        self._moved_at, self._has_warned = time.monotonic(), False
+        self.worker = StageWorker(
+            stage=stage,
+            stages=self.stages,
+            compute=compute,
+            boundaries=boundaries,
+            form=BatchFormat(manifest.data.sequence_length, manifest.data.vocabulary_size),
+            engine=engine,
+            links=links,
+            questions=self._questions,
+            source_window=4 * self.stages,
+            dataset=files.dataset() if stage == 0 else None,
+            tasks=tasks,
+            on_ledger=self._check_ready,
+            on_slot_done=self._on_slot_done,
+        )
+        core = RoundCore(
+            run_id=manifest.run_id, run_seed=manifest.seed, stage=stage, me=self.me, make_plan=self._next_plan
+        )
+        self.averaging = Averaging(
+            core=core,
+            compute=compute,
+            values=manifest.averaging.values,
+            engine=engine,
+            links=links,
+            questions=self._questions,
+            tasks=tasks,
+            owner=self,
+        )
+        self.start = start.StartCore(
+            me=self.me,
+            stage=stage,
+            stages=self.stages,
+            run_seed=manifest.seed,
+            min_replicas=manifest.min_replicas,
+            make_start=self._make_start,
+        )
+
+    @property
+    def version(self) -> int:
+        """Steps applied to this peer's weights."""
+        return self.worker.core.version
+
+    # -- the world -----------------------------------------------------------------------------------------
+
+    def on_frame(self, link: Link, frame: Frame) -> None:
+        """A frame of a neighbour. Raises FrameError for one the protocol does not allow."""
+        match frame.kind:
+            case Kind.FORWARD:
+                self._on_forward(link, frame)
+            case Kind.GRADIENT:
+                self.worker.on_gradient(link, frame)
+            case Kind.ACCEPTED | Kind.BUSY | Kind.REFUSED:
+                self.worker.on_reply(link, frame)
+            case Kind.PLAN:
+                self._on_plan_frame(link, frame)
+            case Kind.STEP_END:
+                self._on_step_end(
+                    need(frame.header, "plan", str)[:64], need_count(frame.header, "slot", MAX_SLOTS)
+                )
+            case Kind.ASSIGN:
+                self._on_assign(link, frame)
+            case Kind.QUERY:
+                self._on_query(link, frame)
+            case Kind.ANSWER:
+                self._questions.on_answer(link.peer, frame)
+            case Kind.PROPOSE | Kind.ACKNOWLEDGE | Kind.START:
+                self._on_start_frame(link, frame)
+            case _:
+                if link.hello.stage != self.stage:
+                    raise FrameError("stage", f"{frame.kind} from stage {link.hello.stage}")
+                self.averaging.on_frame(link.peer, frame)
+
+    def on_up(self, link: Link) -> None:
+        """A link is up: what its peer may have missed is repeated."""
+        if self.start.started is not None:
+            link.post(Kind.START, self.start.started.header())
+        plan = self.worker.core.plan
+        if plan is not None:
+            link.post(Kind.PLAN, {"plan": plan.to_bytes()})
+            for slot in self._step_ends[plan.digest()]:
+                link.post(Kind.STEP_END, {"plan": plan.digest(), "slot": slot})
+        if link.hello.stage == self.stage + 1:
+            self.worker.run(self.worker.core.on_peer_up(link.peer, time.monotonic()))
+        elif link.hello.stage == self.stage:
+            self.averaging.on_peer_up(link.peer)
+
+    def on_lost(self, peer: str, stage: int) -> None:
+        """A neighbour is lost."""
+        self._questions.on_peer_lost(peer)
+        if stage == self.stage + 1:
+            self.worker.run(self.worker.core.on_peer_lost(peer, time.monotonic()))
+        elif stage == self.stage:
+            self.averaging.on_peer_lost(peer)
+            self._reassign()
+
+    def tick(self, online: Sequence[Sequence[str]]) -> None:
+        """Time passes. online: peers ready to start, per stage."""
+        now = time.monotonic()
+        self._run_start(self.start.tick(now, online))
+        self.worker.run(self.worker.core.route(now))
+        self.averaging.tick()
+        if self.started.is_set() and not self.finished.is_set():
+            self._watch(now)
+
+    # -- RoundsOwner -----------------------------------------------------------------------------------------
+
+    def freeze(self, is_frozen: bool) -> None:
+        """See RoundsOwner."""
+        self.worker.run(self.worker.core.freeze(is_frozen, time.monotonic()))
+
+    def on_applied(self, commit: Commit, norm: float | None) -> None:
+        """See RoundsOwner."""
+        now, plan, core = time.monotonic(), self.worker.core.plan, self.worker.core
+        self._write_trace(commit)
+        loss_sum, loss_tokens = core.loss
+        if loss_tokens:
+            self.progress.loss = loss_sum / loss_tokens
+        self.progress.gradient_norm = norm
+        samples = sum(len(slot.samples) for slot in plan.slots) if plan is not None else 0
+        self.progress.finished_step(now, samples * self.manifest.data.sequence_length)
+        self._moved_at, self._has_warned = now, False
+        if plan is not None:
+            self._step_ends.pop(plan.digest(), None)
+        self.worker.run(core.on_commit(commit.step, now))
+        if plan is not None and (plan.keep_snapshot or plan.is_last):
+            self._on_snapshot(core.version)
+        if plan is not None and plan.is_last:
+            self.finished.set()
+            return
+        if self.stage == 0:
+            self._take_plan(self._plans.parse(commit.plan, core.version), list(commit.sources))
+        elif (known := self._plans.of_step(core.version)) is not None:
+            self._adopt(known)
+
+    def on_out_of_step(self, commit: Commit) -> None:
+        """See RoundsOwner."""
+        self._fail(
+            f"the replicas of stage {self.stage} committed step {commit.step} without this peer; catching up with a "
+            f"running swarm is not supported yet"
+        )
+
+    # -- start ---------------------------------------------------------------------------------------------
+
+    def _make_start(self, rosters: tuple[tuple[str, ...], ...]) -> start.Start:
+        plan, sources = make_plan(self.manifest, self.version, 0, "", rosters[0])
+        return start.Start(self.version, rosters, plan.to_bytes(), sources)
+
+    def _on_start_frame(self, link: Link, frame: Frame) -> None:
+        if frame.kind is Kind.ACKNOWLEDGE:
+            self._run_start(self.start.on_acknowledge(link.peer, need(frame.header, "start", str)))
+            return
+        message = start.parse_start(frame.header)
+        if len(message.rosters) != self.stages:
+            raise FrameError("start", f"{len(message.rosters)} rosters for {self.stages} stages")
+        plan = self._plans.parse(message.plan, message.version)
+        if len(message.sources) != len(plan.slots) or not set(message.sources) <= set(message.rosters[0]):
+            raise FrameError("start", "every slot needs a source of the roster")
+        if frame.kind is Kind.PROPOSE:
+            self._run_start(self.start.on_propose(link.peer, message, time.monotonic()))
+        else:
+            self._run_start(self.start.on_start(message))
+
+    def _run_start(self, actions: Sequence[start.Action]) -> None:
+        for action in actions:
+            match action:
+                case start.Tell(peer, kind, header):
+                    link = self._links.get(peer)
+                    if link is not None:
+                        link.post(kind, header)
+                case start.Begin(message):
+                    self._begin(message)
+
+    def _begin(self, message: start.Start) -> None:
+        self._links.gossip(Kind.START, message.header())
+        if self.me not in message.rosters[self.stage]:
+            self._fail("the run has started without this peer; joining a running swarm is not supported yet")
+            return
+        if message.version != self.version:
+            self._fail(f"the run starts at version {message.version}, this peer holds {self.version}")
+            return
+        self.averaging.core.begin(message.version, message.rosters[self.stage])
+        self.started.set()
+        self._moved_at = time.monotonic()
+        self.progress.step_times.append(time.monotonic())
+        plan = self._plans.parse(message.plan, message.version)
+        self._take_plan(plan, list(message.sources))
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def _next_plan(
+        self, step: int, attempt: int, group: str, roster: tuple[str, ...]
+    ) -> tuple[bytes, tuple[str, ...]]:
+        """The plan that a COMMIT of stage 0 carries."""
+        if self.stage != 0 or step >= self.manifest.total_steps:
+            return b"", ()
+        plan, sources = make_plan(self.manifest, step, attempt, group, roster)
+        return plan.to_bytes(), sources
+
+    def _take_plan(self, plan: Plan, sources: list[str]) -> None:
+        """A plan with its assignment, at stage 0 by COMMIT or START, elsewhere by START."""
+        self._plans.add(plan)
+        self._assignment = (plan.digest(), 0, sources)
+        self._links.gossip(Kind.PLAN, {"plan": plan.to_bytes()})
+        self._adopt(plan)
+
+    def _on_plan_frame(self, link: Link, frame: Frame) -> None:
+        if self.stage == 0:
+            return  # sources have their plans from COMMIT and START
+        plan = self._plans.parse(need(frame.header, "plan", bytes), self.version)
+        if self._plans.add(plan):
+            self._links.gossip(Kind.PLAN, {"plan": plan.to_bytes()})
+            self._adopt(plan)
+
+    def _adopt(self, plan: Plan) -> None:
+        if plan.step == self.version:
+            now = time.monotonic()
+            digest = plan.digest()
+            self.worker.run(self.worker.core.on_plan(plan, now))
+            if self.worker.core.plan is not plan and self.worker.core.plan is not None:
+                return  # an earlier attempt than the one in force
+            keys = frozenset(compact(plan.keys()))
+            self.averaging.run(self.averaging.core.on_plan(digest, keys, now))
+            if self.stage == 0:
+                self._reassign()
+                for slot, source in enumerate(self._assignment[2]):
+                    if source == self.me:
+                        self._tasks.create_task(self._run_slot(plan, slot, is_replay=False))
+        self._unstash()
+        self._check_ready()
+
+    async def _run_slot(self, plan: Plan, slot: int, *, is_replay: bool) -> None:
+        await self._files.ensure_samples(plan.slots[slot].samples)
+        if self.worker.core.plan is plan:
+            self.worker.assign(plan, slot, is_replay)
+
+    def _on_slot_done(self, slot: int) -> None:
+        plan = self.worker.core.plan
+        if plan is not None:
+            self._on_step_end(plan.digest(), slot)
+
+    def _on_step_end(self, digest: str, slot: int) -> None:
+        """A slot has ended. Passed on to all neighbours the first time it is heard."""
+        plan = self._plans.get(digest)
+        known = self._step_ends[digest]
+        if len(self._step_ends) > LIMITS.early_frames:
+            self._step_ends.pop(next(iter(self._step_ends)))
+        if (plan is not None and slot >= len(plan.slots)) or slot in known:
+            return
+        known.add(slot)
+        self._links.gossip(Kind.STEP_END, {"plan": digest, "slot": slot})
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        """Report to the round once all slots have ended and what came here is in the ledger."""
+        core = self.worker.core
+        plan = core.plan
+        if plan is None or not core.is_settled:
+            return
+        digest = plan.digest()
+        if len(self._step_ends[digest]) < len(plan.slots):
+            return
+        ledger = core.ledger
+        self.averaging.on_ready(Arrival(plan.step, digest, compact(ledger), sum(ledger.values())))
+
+    # -- slots that outlive their source -----------------------------------------------------------------
+
+    def _reassign(self) -> None:
+        """The lead source gives the slots of lost sources to living ones."""
+        digest, counter, sources = self._assignment
+        plan = self.worker.core.plan
+        rounds = self.averaging.core
+        if self.stage != 0 or plan is None or plan.digest() != digest or rounds.leader != self.me:
+            return
+        living = rounds.present
+        orphaned = [slot for slot, source in enumerate(sources) if source not in living]
+        if not orphaned:
+            return
+        changed = list(sources)
+        for number, slot in enumerate(orphaned):
+            changed[slot] = living[number % len(living)]
+        logger.info("slots %s of step %d go to other sources", orphaned, plan.step)
+        header = {"plan": digest, "counter": counter + 1, "sources": changed}
+        for link in self._links.open_links(0):
+            link.post(Kind.ASSIGN, header)
+        self._take_assignment(plan, counter + 1, changed)
+
+    def _on_assign(self, link: Link, frame: Frame) -> None:
+        plan = self._plans.get(need(frame.header, "plan", str))
+        sources = need_texts(frame.header, "sources", MAX_SLOTS)
+        counter = need_count(frame.header, "counter", 2**31)
+        if self.stage != 0 or link.hello.stage != 0 or plan is None or len(sources) != len(plan.slots):
+            raise FrameError("assign", "ASSIGN goes from source to source, for a known plan")
+        if plan is self.worker.core.plan:
+            self._take_assignment(plan, counter, sources)
+
+    def _take_assignment(self, plan: Plan, counter: int, sources: list[str]) -> None:
+        _, known_counter, known = self._assignment
+        if counter <= known_counter:
+            return
+        self._assignment = (plan.digest(), counter, sources)
+        for slot, (before, after) in enumerate(zip(known, sources, strict=True)):
+            if after == self.me and before != self.me:
+                self._tasks.create_task(self._run_slot(plan, slot, is_replay=True))
+
+    # -- work that is ahead of its plan --------------------------------------------------------------------
+
+    def _on_forward(self, link: Link, frame: Frame) -> None:
+        key = parse_key(frame)
+        if key.step > self.version + 1:
+            raise FrameError("step", f"a FORWARD of step {key.step} while step {self.version} is worked on")
+        plan = self._plans.get(key.plan)
+        if plan is not None or key.step < self.version:
+            if plan is None:
+                link.post(Kind.REFUSED, {"key": key.pack(), "reason": "committed"})
+                return
+            self.worker.on_forward(link, frame, plan)
+            return
+        if len(self._stash) >= LIMITS.early_frames:
+            link.post(Kind.BUSY, {"key": key.pack(), "reason": ""})
+            return
+        self._stash.append((link, frame))
+        link.post(Kind.QUERY, {"id": 0, "what": "plan", "about": key.plan})
+
+    def _unstash(self) -> None:
+        stash, self._stash = self._stash, []
+        for link, frame in stash:
+            try:
+                self._on_forward(link, frame)
+            except FrameError as error:
+                link.offend(error)
+
+    # -- questions of neighbours ---------------------------------------------------------------------------
+
+    def _on_query(self, link: Link, frame: Frame) -> None:
+        number = need(frame.header, "id", int)
+        about = frame.header.get("about")
+        match frame.header.get("what"):
+            case "holder":
+                key = parse_key(Frame(Kind.QUERY, {"key": about}))
+                link.post(Kind.ANSWER, {"id": number, "answer": self.worker.core.holds(key)})
+            case "gone" if isinstance(about, str) and about in self._links.neighbours:
+                self._tasks.create_task(self._answer_gone(link, number, about))
+            case "plan":
+                plan = self._plans.get(about) if isinstance(about, str) else None
+                if plan is not None:
+                    link.post(Kind.PLAN, {"plan": plan.to_bytes()})
+            case _:
+                link.post(Kind.ANSWER, {"id": number, "answer": None})
+
+    async def _answer_gone(self, link: Link, number: int, peer: str) -> None:
+        is_gone = self._links.get(peer) is None and await self._links.probe(peer) is Liveness.GONE
+        link.post(Kind.ANSWER, {"id": number, "answer": is_gone})
+
+    # -- watching --------------------------------------------------------------------------------------------
+
+    def _watch(self, now: float) -> None:
+        if now - self._moved_at < LIMITS.stall_warning_s or self._has_warned:
+            return
+        self._has_warned = True
+        core, rounds = self.worker.core, self.averaging.core
+        logger.warning(
+            "step %d has not moved for %.0f s: %d microbatches in flight, %d in the ledger, slots ended %d, round %s, "
+            "present %s",
+            self.version,
+            now - self._moved_at,
+            core.in_flight,
+            len(core.ledger),
+            len(self._step_ends[core.plan.digest()]) if core.plan else 0,
+            rounds.phase.value,
+            [short(peer) for peer in rounds.present],
+        )
+
+    def _write_trace(self, commit: Commit) -> None:
+        if self._trace is None:
+            return
+        core = self.worker.core
+        line: dict[str, Any] = {
+            "step": commit.step,
+            "stage": self.stage,
+            "peer": self.me,
+            "group": commit.group,
+            "plan": core.plan.digest() if core.plan else "",
+            "keys": [list(key) for key in compact(core.ledger)],
+            "all_keys": [list(key) for key in compact(core.plan.keys())] if core.plan else [],
+            "roster": list(commit.roster),
+        }
+        with self._trace.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _fail(self, why: str) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(NotInRunError(why))
