@@ -143,7 +143,7 @@ class CheckpointStore:
             format=FORMAT, run_id=run_id, stage=stage, version=version, meta=more, sha256=_BLANK.decode()
         )
         path = self.path(version, stage, run_id)
-        if _NAME.match(path.name) is None:
+        if path.parent != self.directory or _NAME.match(path.name) is None:
             raise ValueError(f"run {run_id!r}, stage {stage}, version {version} make no file name")
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:

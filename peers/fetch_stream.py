@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.control import ControlFailure, P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 
 from peers.fileserver import CHUNK_DEADLINE_FACTOR, HANDLER, NO_STAGE, Refused
 from peers.frames import Frame, FrameError, Kind, need, need_count

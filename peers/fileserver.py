@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
@@ -92,6 +92,14 @@ class _Run:
     files: dict[str, _File] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A stream that is being served."""
+
+    peer: str
+    writer: asyncio.StreamWriter
+
+
 def snapshot_name(version: int, stage: int) -> str:
     """Name under which a peer serves its snapshot of a stage's state at a version."""
     return f"snapshot/{version}/stage-{stage}"
@@ -108,7 +116,7 @@ class FileServer:
         self._traffic = traffic
         self._protocol = protocol
         self._runs: dict[str, _Run] = {}
-        self._streams: dict[asyncio.Task[Any], str] = {}
+        self._streams: dict[asyncio.Task[Any], _Stream] = {}
         self._transfers = 0
         self._closing = False
 
@@ -142,13 +150,18 @@ class FileServer:
             file.hashing.cancel()
 
     async def close(self) -> None:
-        """Refuse new streams and end those that are open."""
+        """Refuse new streams and end those that are open. Works also when p2pd has died."""
         self._closing = True
+        with suppress(ControlFailure, OSError, asyncio.IncompleteReadError, KeyError):
+            async with asyncio.timeout(LIMITS.dial_s):
+                await self._p2p.remove_binary_stream_handler(HANDLER)
         hashing = [file.hashing for run in self._runs.values() for file in run.files.values() if file.hashing]
-        tasks = [*self._streams, *hashing]
-        for task in tasks:
+        for task in hashing:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Not by cancelling: in Python 3.11 a stream's callback complains aloud about a cancelled handler.
+        for stream in self._streams.values():
+            stream.writer.transport.abort()
+        await asyncio.gather(*self._streams, *hashing, return_exceptions=True)
 
     def _run(self, run_id: str | None) -> _Run:
         if run_id is None and len(self._runs) == 1:
@@ -165,10 +178,10 @@ class FileServer:
         peer: str = info.peer_id.to_base58()
         task = asyncio.current_task()
         assert task is not None
-        held = Counter(self._streams.values())
-        is_full = self._closing or len(self._streams) >= STREAMS or held[peer] >= STREAMS_PER_PEER
+        held = sum(1 for stream in self._streams.values() if stream.peer == peer)
+        is_full = self._closing or len(self._streams) >= STREAMS or held >= STREAMS_PER_PEER
         if not is_full:
-            self._streams[task] = peer
+            self._streams[task] = _Stream(peer, writer)
         try:
             if is_full:
                 await self._refuse(writer, _RefusalError(Refused.BUSY, "too many streams are open"))

@@ -110,7 +110,7 @@ class Frame:
 def decode_header(data: bytes | memoryview) -> tuple[Kind, dict[str, Any]]:
     """Parse a header. Raises FrameError("header" or "kind")."""
     try:
-        header = msgpack.unpackb(data, max_buffer_size=len(data), strict_map_key=True)
+        header = msgpack.unpackb(data)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise FrameError("header", f"not msgpack: {error}") from error
     if not isinstance(header, dict):

@@ -17,8 +17,9 @@ from enum import Enum
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.control import ControlFailure, P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 
+from dht.dial import DialError, connect_peer
 from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
 from peers.link import Hello, Link, OnFrame, Stream, read_frame, write_frame
@@ -220,6 +221,8 @@ class Links:
         self._install(neighbour.peer, hello, streams)
 
     async def _open(self, peer: str, name: str, index: int, total: int) -> tuple[Stream, Hello]:
+        neighbour = self.neighbours.get(peer)
+        await connect_peer(self._p2p, peer, neighbour.addresses if neighbour else (), LIMITS.dial_s)
         _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), HANDLER)
         try:
             header = self.hello.header(link=name, index=index, total=total)
@@ -333,6 +336,8 @@ def is_refusal(error: BaseException) -> bool:
 
     libp2p backs off for a few seconds after a failed dial and then reports the back-off instead of the cause.
     """
+    if isinstance(error, DialError) and error.cause == "refused":
+        return True
     text = str(error).lower()
     return "refused" in text or "backoff" in text
 

@@ -27,7 +27,17 @@ Work = Literal["forward", "backward", "codec", "optimizer", "averaging"]
 Queue = Literal["forward", "gradient", "early", "jobs"]
 RoundResult = Literal["committed", "failed"]
 RoundReason = Literal[
-    "none", "timeout", "member_lost", "digest", "not_finite", "quorum", "cancelled", "other"
+    "none",
+    "late",
+    "key",
+    "weight",
+    "digest",
+    "disconnected",
+    "not_finite",
+    "alone",
+    "schema",
+    "stranger",
+    "other",
 ]
 Way = Literal["forward", "gradient", "averaging"]
 CheckpointResult = Literal["written", "failed", "corrupt"]
@@ -39,9 +49,12 @@ REFUSAL_REASONS = (
     "range",
     "size",
     "hello",
-    "step",
-    "shape",
-    "payload",
+    "batch",
+    "key",
+    "stage",
+    "start",
+    "stranger",
+    "early",
     "other",
 )
 """Labels of refused frames; a reason outside of them is counted as "other"."""

@@ -34,7 +34,6 @@ _REASONS = {
     404: "Not Found",
     405: "Method Not Allowed",
     500: "Internal Server Error",
-    503: "Service Unavailable",
 }
 Answer = tuple[int, str, bytes]
 """Status code, content type, body."""
@@ -47,7 +46,7 @@ class MetricsServer:
         self._registry = registry
         self._status = status
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self.host = ""
         self.port = 0
 
@@ -77,27 +76,24 @@ class MetricsServer:
         """Stop listening and end every connection. Harmless when repeated."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Not by cancelling: in Python 3.11 a stream's callback complains aloud about a cancelled handler.
+        for writer in self._connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        is_full = len(self._tasks) >= CONNECTIONS
-        self._tasks.add(task)
+        if len(self._connections) >= CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._connections[task] = writer
         try:
             async with asyncio.timeout(DEADLINE_S):
-                method = "GET"
-                if is_full:
-                    answer: Answer = (503, TEXT_TYPE, b"too many connections\n")
-                else:
-                    try:
-                        head = await reader.readuntil(b"\r\n\r\n")
-                        method, answer = self._answer(head)
-                    except asyncio.LimitOverrunError:
-                        answer = (400, TEXT_TYPE, b"request too large\n")
-                code, kind, body = answer
+                try:
+                    method, (code, kind, body) = self._answer(await reader.readuntil(b"\r\n\r\n"))
+                except asyncio.LimitOverrunError:
+                    method, code, kind, body = "GET", 400, TEXT_TYPE, b"request too large\n"
                 allow = "Allow: GET, HEAD\r\n" if code == 405 else ""
                 writer.write(
                     f"HTTP/1.1 {code} {_REASONS[code]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
@@ -109,7 +105,7 @@ class MetricsServer:
         except (TimeoutError, OSError, asyncio.IncompleteReadError, RuntimeError):
             pass  # too slow, or gone
         finally:
-            self._tasks.discard(task)
+            self._connections.pop(task, None)
             with suppress(OSError, RuntimeError):
                 writer.close()
 

@@ -71,7 +71,8 @@ class RunFiles:
 
     def prior(self, boundary: int) -> dict[str, Tensor]:
         """The fitted arrays of a boundary; its file must be here (`ensure`)."""
-        return load_file(self.artifacts / prior_name(boundary))
+        prior: dict[str, Tensor] = load_file(self.artifacts / prior_name(boundary))
+        return prior
 
 
 def stage_name(stage: int) -> str:

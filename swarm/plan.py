@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 MAX_SLOTS = 256
 """Slots of one step: one per source, so this bounds the sources of a run."""
@@ -80,6 +80,7 @@ class Plan(BaseModel):
     prior_versions: tuple[int, ...] = Field(max_length=MAX_SLOTS)
     is_last: bool = False
     keep_snapshot: bool = False
+    _digest: str = PrivateAttr(default="")
 
     @model_validator(mode="after")
     def _slots_are_numbered(self) -> Self:
@@ -91,7 +92,9 @@ class Plan(BaseModel):
 
     def digest(self) -> Hash:
         """Plan hash: sha256 (hex) of the canonical bytes."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        if not self._digest:
+            self._digest = hashlib.sha256(self.to_bytes()).hexdigest()
+        return self._digest
 
     def to_bytes(self) -> bytes:
         """Canonical msgpack form."""
@@ -115,9 +118,7 @@ class Plan(BaseModel):
     def from_bytes(cls, data: bytes) -> Self:
         """Parse `to_bytes`. Raises ValueError on anything else."""
         try:
-            step, attempt, group, rows, slots, priors, is_last, keep = msgpack.unpackb(
-                data, max_buffer_size=len(data)
-            )
+            step, attempt, group, rows, slots, priors, is_last, keep = msgpack.unpackb(data)
             return cls(
                 step=step,
                 attempt=attempt,

@@ -11,11 +11,12 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from peers.commands.evaluate import quiet_transformers
 from peers.commands.init import RunOptions, check_target
 from peers.config import UserError
 from peers.limits import PROTOCOL_VERSION
-from swarm.activation.calibrate import collect_boundary_samples
-from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig, basis_rank
+from swarm.activation.calibrate import cast_parameters_, collect_boundary_samples
+from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig
 from swarm.activation.fit import fit_basis_prior, fit_mean_prior
 from swarm.activation.registry import needs_prior
 from swarm.data.config import DataConfig
@@ -111,6 +112,7 @@ def data_config(options: RunOptions) -> DataConfig:
 
 def build_run(options: RunOptions, run_dir: Path, progress: Progress | None = None) -> RunManifest:
     """See `peers.commands.init.create_run`."""
+    quiet_transformers()
     show: Progress = progress if progress is not None else lambda *_: None
     codec, optimizer, data = codec_config(options), optimizer_config(options), data_config(options)
     _check_counts(options)
@@ -223,7 +225,7 @@ def _fit_priors(
     show: Progress,
 ) -> None:
     """Calibrate every boundary and write its prior. Converts the model to the compute dtype in place."""
-    model.to(dtype)
+    cast_parameters_(model, dtype)
     tokens = codec.calibration_tokens if isinstance(codec, BasisConfig) else BasisConfig().calibration_tokens
     show("calibrate codec", 0, len(batches))
     boundaries = collect_boundary_samples(
@@ -267,11 +269,6 @@ def _check_model(options: RunOptions, codec: AnyCodec, config: Any) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and options.sequence_length > limit:
         raise UserError(f"--sequence-length {options.sequence_length} exceeds the model's {limit} positions")
-    if isinstance(codec, BasisConfig):
-        try:
-            basis_rank(codec.mask_ratio, int(config.hidden_size))
-        except ValueError as error:
-            raise UserError(str(error)) from error
 
 
 def _check_counts(options: RunOptions) -> None:

@@ -6,7 +6,8 @@ says how coordinates become bits. Document starts and other positions with massi
 in bfloat16: a handful of channels there exceed everything else a hundredfold, and one lost value ruins the
 document.
 
-Widths, positions and sizes follow from integers in the prior and the key; no float decides a layout. The backward direction is straight-through: the sender takes the decoded gradient for dL/dh.
+Widths, positions and sizes follow from integers in the prior and the key; no float decides a layout. The
+backward direction is straight-through: the sender takes the decoded gradient for dL/dh.
 """
 
 from __future__ import annotations

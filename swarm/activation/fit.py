@@ -62,8 +62,8 @@ def fit_basis_prior(
     hidden, gradient: float [n, H], states and loss gradients of the same tokens, at any scale. offsets:
     int64 [n], distances from the document start. Returns mean fp32 [H]; encode and decode bf16 [H, R], scale
     fp32 [R], widths int32 [C, 4]; gradient_basis bf16 [H, R'], gradient_scale fp32 [R'], gradient_widths
-    int32 [C, 4]; dense_offsets int64. Needs a few H^3 of float64 work and memory for n * H numbers. Raises ValueError for
-    fewer than two ordinary tokens, shapes that differ, or a sample that is not finite.
+    int32 [C, 4]; dense_offsets int64. Needs a few H^3 of float64 work and memory for n * H numbers.
+    Raises ValueError for fewer than two ordinary tokens, shapes that differ, or a sample that is not finite.
     """
     if hidden.shape != gradient.shape or hidden.ndim != 2 or offsets.shape != hidden.shape[:1]:
         raise ValueError(

@@ -6,9 +6,10 @@ how rows are packed into microbatches or on the device, and a recomputation give
 Mixing. `mix64` is the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
 generators", OOPSLA 2014), a bijection of 64-bit words. `absorb(state, value) = mix64((state ^ value) + G)`
 takes in the seed, boundary, step, sample id and position one after another; the result seeds one SplitMix64
-stream per token, whose g-th word is `mix64(token_key + (g + 1) * G)`. Each word gives four 16-bit lanes, one
-per kept coordinate. All of it is two's-complement int64 arithmetic, which wraps on every device torch
-supports; a test compares it with Python's unbounded integers.
+stream per token, whose g-th word is `mix64(token_key + (g + 1) * G)`. Each word gives four 16-bit lanes, from
+the low end, one per kept coordinate; a lane's value is its int16 reading plus 2^15. All of it is two's-complement
+int64 arithmetic, which wraps on every device torch supports; a test compares it with Python's unbounded
+integers.
 
 Strata. Coordinate j of k lies in [floor(j H / k), floor((j + 1) H / k)): its offset is the lane times the
 stratum's width, shifted right by 16. The offset's bias is at most width / 65536 relative.
@@ -107,7 +108,7 @@ class StratifiedSampler:
         self.kept = kept
         edges = [j * hidden_size // kept for j in range(kept + 1)]
         widths = [edges[j + 1] - edges[j] for j in range(kept)]
-        # A lane read as int16 is its unsigned value minus 2^15; the second term of the sum puts that back.
+        # The second term lifts lanes, read as int16, to 0 .. 2^16 - 1.
         sums = [(edges[j] << 16) + (widths[j] << 15) for j in range(kept)]
         self._widths = torch.tensor(widths, dtype=torch.int32, device=device)
         self._sums = torch.tensor(sums, dtype=torch.int32, device=device)

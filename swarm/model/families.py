@@ -66,6 +66,40 @@ POSITIONS_DO_NOT_REACH_MASKS: frozenset[str] = frozenset({"afmoe", "gpt_oss"})
 """Families whose trunk builds its masks without looking at the positions, and so would let the documents of a
 row see each other; their trunks take finished masks by layer type instead."""
 
+DOCUMENT_ATTENTION: frozenset[str] = frozenset(
+    {
+        "arcee",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt_neox",
+        "granite",
+        "helium",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    }
+)
+"""Families whose attention takes its implementation from transformers' registry and tells it its window, so
+that a stage can run it document by document (`swarm.model.attention`). The others keep masks."""
+
 ATTENTION_LAYER_TYPES: frozenset[str] = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention"}
 )

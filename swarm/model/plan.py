@@ -60,6 +60,11 @@ def require_pipeline_plan(config: Any) -> PipelinePlan:
             f"model family {family!r} has a pipeline plan, but its stages are not known to equal the uncut "
             f"model on packed documents. {_families_that_work()}"
         )
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        raise NoPipelinePlan(
+            f"this {family!r} configuration lets tokens see later ones (use_bidirectional_attention or "
+            "is_causal: false), so it is no language model to train; use a causal one"
+        )
     refused = unsupported_layer_types(config)
     if refused:
         raise NoPipelinePlan(

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarm.model.families import attention_implementation, training_config
+from swarm.model import attention
+from swarm.model.families import DOCUMENT_ATTENTION, attention_implementation, training_config
 from swarm.model.plan import NoPipelinePlan, PipelinePlan
 
 
@@ -78,6 +79,9 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
         causal = AutoModelForCausalLM.from_config(
             trained, dtype=dtype, attn_implementation=attention_implementation(trained)
         )
+    if trained.model_type in DOCUMENT_ATTENTION and causal.config._attn_implementation == "sdpa":
+        attention.register()
+        causal.config._attn_implementation = attention.NAME
     return causal.eval()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.batch import Batch
+from swarm.model.attention import documents_of
 from swarm.model.cut import StageRange, layer_count, stage_ranges
 from swarm.model.loading import TensorSource, load_tensors
 from swarm.model.loss import token_loss_sum
@@ -96,7 +97,8 @@ class StageModel(nn.Module):
             self._entry.received = hidden
             context["inputs_embeds"] = hidden.detach()
         try:
-            output = self.causal.base_model(**context)
+            with documents_of(batch):
+                output = self.causal.base_model(**context)
             result: Tensor | None = output.last_hidden_state if self._exit is None else self._exit.captured
         finally:
             if self._entry is not None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 import pytest
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dht.addresses import AddressError, parse_address, parse_peer_id
 from dht.clock import ClockSkewError, SwarmClock
 from dht.identity import Identity
-from dht.node import _drop_bad_entries
+from dht.node import _drop_bad_entries, _find_with_honest_expirations
 from dht.records import (
     MAX_RECORD_BYTES,
     ManifestPointer,
@@ -156,14 +159,14 @@ def test_each_kind_of_forgery_has_its_reason(identities: list[Identity]) -> None
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_arbitrary_bytes_raise_only_record_errors(data: bytes) -> None:
     with pytest.raises(RecordError):
         decode_record(data)
 
 
 @given(st.integers(min_value=0), st.integers(min_value=0, max_value=255))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_changed_byte_is_noticed(identities: list[Identity], position: int, value: int) -> None:
     data = bytearray(encode_record(peer_record(identities[0]), identities[0]))
     position %= len(data)
@@ -242,6 +245,28 @@ def test_one_bad_entry_does_not_hide_the_others(identities: list[Identity]) -> N
         dictionary.store(5, b"", NOW + 10)
         assert _drop_bad_entries(Protocol, good.key, dictionary)
         assert [subkey for subkey, _ in dictionary.items()] == [identities[0].peer_id]
+
+
+def test_holder_cannot_end_a_search_by_claiming_an_endless_expiry(monkeypatch: pytest.MonkeyPatch) -> None:
+    with DictionaryDHTValue().freeze() as full:
+        full.store("a", b"x", NOW + 5)
+        full.store("b", b"x", NOW + 9)
+
+    async def hostile_answer(protocol: Any, peer: Any, keys: Any) -> Any:
+        endless = float("inf")
+        empty = ValueWithExpiration(DictionaryDHTValue(), endless)
+        return {1: (ValueWithExpiration(full, endless), {}), 2: (empty, {}), 3: (None, {})}
+
+    monkeypatch.setattr(DHTProtocol, "call_find", hostile_answer)
+    answer = asyncio.run(_find_with_honest_expirations(None, None, [1, 2, 3]))
+    assert answer[1][0].expiration_time == NOW + 9
+    assert answer[2][0] is None and answer[3][0] is None
+
+    async def no_answer(protocol: Any, peer: Any, keys: Any) -> None:
+        return None
+
+    monkeypatch.setattr(DHTProtocol, "call_find", no_answer)
+    assert asyncio.run(_find_with_honest_expirations(None, None, [1])) is None
 
 
 def test_table_keeps_the_newest_until_it_expires(identities: list[Identity]) -> None:

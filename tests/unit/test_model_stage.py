@@ -169,7 +169,7 @@ def test_bf16_stages_stay_near_fp32_and_several_microbatches_can_be_in_flight() 
     assert first_received[0].dtype == torch.bfloat16
     backward(second, second_received)
     backward(first, first_received)
-    assert float(first) == pytest.approx(float(exact), rel=0.02)
+    assert first.item() == pytest.approx(exact.item(), rel=0.02)
     assert all(tensor.grad is not None for stage in stages for tensor in stage.named_trainable().values())
 
 
@@ -268,6 +268,8 @@ def test_families_that_cannot_be_cut_are_refused_with_the_ones_that_can() -> Non
         require_pipeline_plan(GPT2Config())
     with pytest.raises(NoPipelinePlan, match=r"'olmo_hybrid'.*not known to equal.*Families that work:"):
         require_pipeline_plan(OlmoHybridConfig())
+    with pytest.raises(NoPipelinePlan, match="tokens see later ones"):
+        require_pipeline_plan(Gemma2Config(**SIZES, use_bidirectional_attention=True))
     mixed = Qwen2Config(**SIZES)
     mixed.layer_types = ["full_attention", "linear_attention"] * 2
     with pytest.raises(NoPipelinePlan, match="linear_attention"):

@@ -1,0 +1,136 @@
+"""`swarm-peer status`: the swarm as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from peers.commands.options import CommandOptions
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from dht.records import PeerRecord
+    from swarm.manifest import RunManifest
+
+DESCRIPTION = """\
+The swarm as its peers describe themselves on the noticeboard, in signed records at most 30 s old. Takes part
+in nothing.
+
+Examples:
+  swarm-peer status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/Qm...
+  swarm-peer status --initial-peers ADDRESS --watch
+  swarm-peer status --initial-peers ADDRESS --json | jq .peers
+"""
+
+WATCH_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(CommandOptions):
+    """Look at a swarm."""
+
+    initial_peers: tuple[str, ...] = ()
+    """Full addresses of peers of the run (multiaddrs ending in /p2p/PEER_ID); one that answers is enough."""
+
+    run: str | None = None
+    """Id of the run; without it, the run of the initial peer that answers."""
+
+    json: bool = False
+    """Print JSON instead of a table (one object per line with --watch)."""
+
+    watch: bool = False
+    """Keep printing until Ctrl+C."""
+
+
+def describe(manifest: RunManifest, peers: Mapping[str, PeerRecord]) -> dict[str, Any]:
+    """The swarm as JSON values: the run, its peers by stage, and what each stage has."""
+    rows = sorted(peers.values(), key=lambda peer: (-1 if peer.stage is None else peer.stage, peer.peer_id))
+    return {
+        "run_id": manifest.run_id,
+        "run_name": manifest.name,
+        "model": manifest.model.name,
+        "total_steps": manifest.total_steps,
+        "step": max((peer.step for peer in rows), default=0),
+        "min_replicas": manifest.min_replicas,
+        "stages": [
+            {
+                "stage": stage,
+                "peers": sum(peer.stage == stage for peer in rows),
+                "online": sum(peer.stage == stage and peer.state == "online" for peer in rows),
+            }
+            for stage in range(manifest.model.stages)
+        ],
+        "peers": [peer.model_dump(mode="json", exclude={"public_key", "protocol"}) for peer in rows],
+    }
+
+
+def render(swarm: Mapping[str, Any]) -> RenderableType:
+    """The table for people."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("peer", "stage", "state", "step", "loss", "tokens/s", "up Mbit/s", "down Mbit/s")
+    for column in table.columns[3:]:
+        column.justify = "right"
+
+    def number(value: float | None, pattern: str) -> str:
+        return "-" if value is None else pattern.format(value)
+
+    for peer in swarm["peers"]:
+        table.add_row(
+            peer["peer_id"][-8:],
+            "seed" if peer["stage"] is None else str(peer["stage"]),
+            peer["state"],
+            "-" if peer["stage"] is None else str(peer["step"]),
+            number(peer["loss"], "{:.4f}"),
+            number(peer["tokens_per_s"], "{:,.0f}"),
+            number(peer["upload_mbps"], "{:.1f}"),
+            number(peer["download_mbps"], "{:.1f}"),
+        )
+    short = [stage for stage in swarm["stages"] if stage["online"] < swarm["min_replicas"]]
+    lines = [
+        f"run {swarm['run_name']!r} ({swarm['run_id']}), model {swarm['model']}, "
+        f"step {swarm['step']} of {swarm['total_steps']}"
+    ]
+    if short:
+        missing = ", ".join(f"stage {s['stage']} ({s['online']} of {swarm['min_replicas']})" for s in short)
+        lines.append(f"peers wanted: {missing}")
+    return Group(*(Text(line) for line in lines), table)
+
+
+async def _show(options: StatusOptions) -> None:
+    import asyncio
+    import json
+
+    from rich.console import Console
+
+    from peers.commands.observe import observe
+
+    console = Console(highlight=False)
+    async with observe(options.initial_peers, options.run) as observer:
+        while True:
+            swarm = describe(observer.manifest, observer.board.view())
+            if options.json:
+                print(json.dumps(swarm), flush=True)
+            else:
+                if options.watch and console.is_terminal:
+                    console.clear()
+                console.print(render(swarm))
+            if not options.watch:
+                return
+            await asyncio.sleep(WATCH_S)
+            await observer.board.refresh()
+
+
+def run(options: StatusOptions) -> int:
+    """Print the swarm."""
+    import asyncio
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_show(options))
+    return 0
