@@ -46,6 +46,8 @@ CHUNK_DEADLINE_FACTOR = 8
 """A chunk may take this many times `fetch_idle_s`, as long as bytes keep moving: 6.5 KB/s at the least."""
 HASHING_PATIENCE_S = 8.0
 """A file that is still being hashed after this long is refused as busy; the client asks again."""
+LINGER_S = 2.0
+"""How long a stream that was turned away may take to close."""
 NAME_CHARACTERS = 128
 
 
@@ -117,6 +119,7 @@ class FileServer:
         self._protocol = protocol
         self._runs: dict[str, _Run] = {}
         self._streams: dict[asyncio.Task[Any], _Stream] = {}
+        self._leaving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._transfers = 0
         self._closing = False
 
@@ -159,9 +162,9 @@ class FileServer:
         for task in hashing:
             task.cancel()
         # Not by cancelling: in Python 3.11 a stream's callback complains aloud about a cancelled handler.
-        for stream in self._streams.values():
-            stream.writer.transport.abort()
-        await asyncio.gather(*self._streams, *hashing, return_exceptions=True)
+        for writer in (*(stream.writer for stream in self._streams.values()), *self._leaving.values()):
+            writer.transport.abort()
+        await asyncio.gather(*self._streams, *self._leaving, *hashing, return_exceptions=True)
 
     def _run(self, run_id: str | None) -> _Run:
         if run_id is None and len(self._runs) == 1:
@@ -184,9 +187,8 @@ class FileServer:
             self._streams[task] = _Stream(peer, writer)
         try:
             if is_full:
-                await self._refuse(writer, _RefusalError(Refused.BUSY, "too many streams are open"))
-                return
-            while True:
+                await self._turn_away(reader, writer, Refused.BUSY, "too many streams are open")
+            while not is_full:
                 async with asyncio.timeout(LIMITS.fetch_idle_s):
                     frame, size = await read_frame(reader, 0)
                 self._traffic.count("down", frame.kind, NO_STAGE, size)
@@ -197,13 +199,35 @@ class FileServer:
         except FrameError as error:
             self._traffic.refuse(error.reason)
             logger.warning("refused a request of %s: %s", peer[-6:], error)
-            with suppress(OSError, RuntimeError, TimeoutError):
-                await self._refuse(writer, _RefusalError(Refused.MALFORMED, str(error)))
+            await self._turn_away(reader, writer, Refused.MALFORMED, str(error))
         except (TimeoutError, OSError, asyncio.IncompleteReadError, RuntimeError):
             pass  # the other side went away or does not read; uvloop: RuntimeError on a closing transport
         finally:
             self._streams.pop(task, None)
             writer.close()
+
+    async def _turn_away(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reason: Refused, detail: str
+    ) -> None:
+        """Refuse the whole stream, and wait a little until the other side has closed it.
+
+        A socket that is closed with unread requests in it is reset, and the refusal would be lost.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.pop(task, None)
+        if len(self._leaving) >= STREAMS:
+            return
+        self._leaving[task] = writer
+        try:
+            async with asyncio.timeout(LINGER_S):
+                await self._refuse(writer, _RefusalError(reason, detail))
+                while await reader.read(LIMITS.read_chunk_bytes):
+                    pass
+        except (TimeoutError, OSError, RuntimeError):
+            pass
+        finally:
+            del self._leaving[task]
 
     async def _refuse(self, writer: asyncio.StreamWriter, refusal: _RefusalError) -> None:
         await self._write(writer, Frame(Kind.REFUSED, {"protocol": self._protocol, **refusal.header}))

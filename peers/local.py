@@ -235,7 +235,8 @@ class LocalSwarm:
         """Take in what peers and zygote have to say, waiting up to `wait_s` for the first of it."""
         pipes = {peer.pipe: peer for peer in self.peers.values() if peer.pipe >= 0}
         with suppress(InterruptedError):
-            ready, _, _ = select.select([self.zygote, *pipes], [], [], wait_s)
+            sources: list[Any] = [self.zygote, *pipes]
+            ready, _, _ = select.select(sources, [], [], wait_s)
             for source in ready:
                 if isinstance(source, int):
                     self._read(pipes[source])

@@ -110,7 +110,7 @@ class SilentReporter:
         """Keep the line."""
         self.notes.append(text)
 
-    def ready(self, addresses: Sequence[str], stages: int) -> None:  # noqa: ARG002
+    def ready(self, addresses: Sequence[str], stages: int) -> None:
         """Keep the addresses."""
         self.addresses = tuple(addresses)
 

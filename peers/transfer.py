@@ -184,6 +184,7 @@ class _Transfer:
         hopeless = {self._p2p.peer_id.to_base58()}
         moved_at = idle_since = time.monotonic()
         pause = RETRY_FIRST_S
+        idle_rounds = 0
         while True:
             found = list(await holders()) if callable(holders) else list(holders)
             before = self._verified
@@ -200,13 +201,16 @@ class _Transfer:
                     if error.is_final:
                         hopeless.add(peer)
             now = time.monotonic()
+            idle_rounds += 1
             if self._verified > before:
                 moved_at = idle_since = now
                 pause = RETRY_FIRST_S
+                idle_rounds = 0
             elif is_busy and now - moved_at < BUSY_PATIENCE_S:
                 idle_since = now
             nobody_left = not callable(holders) and hopeless.issuperset(found)
-            if nobody_left or now - idle_since > self._idle_s:
+            # Twice round at least: the first holder alone can use up the time by saying nothing.
+            if nobody_left or (now - idle_since > self._idle_s and idle_rounds > 1):
                 self._give_up(causes, 0.0 if nobody_left else now - moved_at)
             # Jitter, because a whole stage may wait for the same holder.
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))

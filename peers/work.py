@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from peers.limits import LIMITS
 from peers.routing import Router
@@ -49,7 +49,8 @@ class Entry:
     downstream: str | None = None
     is_replay: bool = False
     needs_route: bool = False
-    asked: bool = False
+    holders: Literal["unknown", "asked", "answered"] = "unknown"
+    """A replay first asks the next stage who holds the key; whatever the answer, it stays a replay below."""
     is_dropped: bool = False
     """Its plan was replaced: a job that still waits for the compute thread must not touch the accumulator."""
 
@@ -347,7 +348,7 @@ class WorkCore:
         if entry.downstream is not None:
             self.router.failed(entry.downstream, entry.key, now)
         entry.phase, entry.returned = Phase.OUT, None
-        entry.downstream, entry.needs_route, entry.is_replay, entry.asked = None, True, True, False
+        entry.downstream, entry.needs_route, entry.is_replay, entry.holders = None, True, True, "unknown"
         return self.route(now)
 
     def on_holder(self, entry: Entry, holder: str | None, now: float) -> list[Action]:
@@ -355,8 +356,9 @@ class WorkCore:
         if self._entries.get(entry.key) is not entry or not entry.needs_route:
             return []
         if holder is not None and holder in self.router.peers:
+            entry.holders = "answered"
             return [self._send(entry, holder, now)]
-        entry.is_replay = False  # nobody holds it: it goes wherever there is room
+        entry.holders = "answered"  # nobody holds it: it goes wherever there is room
         return self.route(now)
 
     def on_peer_up(self, peer: str, now: float) -> list[Action]:
@@ -370,7 +372,7 @@ class WorkCore:
         self.router.remove(peer)
         for entry in self._entries.values():
             if entry.downstream == peer:
-                entry.downstream, entry.needs_route, entry.is_replay, entry.asked = None, True, True, False
+                entry.downstream, entry.needs_route, entry.is_replay, entry.holders = None, True, True, "unknown"
                 self.counters["rerouted"] += 1
         return self.route(now)
 
@@ -380,9 +382,9 @@ class WorkCore:
         for entry in self._entries.values():
             if not entry.needs_route or entry.outgoing is None:
                 continue
-            if entry.is_replay:
-                if not entry.asked and self.router.peers:
-                    entry.asked = True
+            if entry.is_replay and entry.holders != "answered":
+                if entry.holders == "unknown" and self.router.peers:
+                    entry.holders = "asked"
                     actions.append(AskHolders(entry))
                 continue
             peer = self.router.choose(now)

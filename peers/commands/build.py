@@ -187,6 +187,7 @@ def _build(
     described = []
     for number, path in enumerate(files):
         show("hash and sign", number, len(files))
+        path.chmod(0o644)  # everybody may have these, so a seed may run as another user (Docker)
         described.append(Artifact.of(path, path.relative_to(artifacts).as_posix()))
     key = create_owner_key(target / OWNER_KEY_FILE)
     try:

@@ -94,9 +94,6 @@ class JoinOptions(PeerOptions):
     trace_ledger: Path | None = None
     """File for one JSON line per microbatch that enters an accumulator (tests)."""
 
-    fail_at: str | None = None
-    """End this process at a named point of the protocol (fault tests)."""
-
 
 def parse_stage(text: str) -> int:
     """The stage of --stage. Raises UserError for ranges, `auto` and anything that is no count."""
@@ -147,7 +144,6 @@ def peer_config(options: JoinOptions) -> PeerConfig:
         serve_after_s=options.serve_after_s,
         join_deadline_s=options.join_deadline_s,
         trace_ledger=expanded(options.trace_ledger),
-        fail_at=options.fail_at,
         is_quiet=options.quiet,
     )
 

@@ -20,7 +20,7 @@ def phases(console: Console, seconds: dict[str, float] | None = None) -> Iterato
     seconds: filled with how long each phase took, if given. Without a terminal one line is printed per phase
     when it ends.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
     times: dict[str, float] = {} if seconds is None else seconds
@@ -34,7 +34,7 @@ def phases(console: Console, seconds: dict[str, float] | None = None) -> Iterato
     )
     current: list[str] = []
     started = [time.monotonic()]
-    tasks = {}
+    tasks: dict[str, TaskID] = {}
 
     def end() -> None:
         if current:

@@ -1,4 +1,7 @@
-"""Holders and a fetching peer on real p2pd, in one loop, for the tests of transfers."""
+"""Holders and a fetching peer on real p2pd, in one loop, for the tests of transfers.
+
+PYTEST_DONT_REWRITE: the test modules import it before pytest loads it as a plugin.
+"""
 
 from __future__ import annotations
 
