@@ -179,7 +179,7 @@ class CalibratedCompute:
         self._hidden_size = hidden_size
         self._seconds_per_token = microseconds_per_token * 1e-6
         self._payloads: dict[tuple[str, tuple[int, int], int], Payload] = {}
-        self._state = trainable.empty()
+        self._zeros = trainable.empty()
 
     def forward(self, work: Work, incoming: Payload | None) -> Payload:
         """See StageCompute."""
@@ -204,7 +204,7 @@ class CalibratedCompute:
 
     def contribution(self, loss_tokens: int) -> Tensor:
         """Zeros of the real size."""
-        return torch.zeros(self.trainable.numel)
+        return self._zeros
 
     def apply(self, average: Tensor, step: int) -> float:
         """Nothing changes."""
@@ -213,7 +213,7 @@ class CalibratedCompute:
     def state(self) -> dict[str, Tensor]:
         """Zeros by the trainable names."""
         return {
-            f"weight.{name}": tensor.clone() for name, tensor in self.trainable.views(self._state).items()
+            f"weight.{name}": tensor.clone() for name, tensor in self.trainable.views(self._zeros).items()
         }
 
     def _input_gradient(self, work: Work) -> Payload | None:

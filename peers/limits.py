@@ -66,6 +66,8 @@ class Limits:
     """Between two chunks of a transfer."""
     start_s: float = 5.0
     """From proposing the first plan to the last acknowledgement."""
+    start_refresh_s: float = 1.0
+    """Between two looks at the noticeboard while the run has not started."""
     drain_s: float = 8.0
     """From the first signal to the exit."""
     busy_retry_s: float = 0.05

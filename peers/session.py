@@ -63,6 +63,7 @@ class Session:
         self._addresses: tuple[str, ...] = ()
         self._store: CheckpointStore | None = None
         self._served: list[int] = []
+        self._refreshing: asyncio.Task[bool] | None = None
         self._saving: set[asyncio.Task[None]] = set()
         self._status = StatusBoard(config.stage, self._lifecycle, self._traffic, self._metrics, engine)
 
@@ -314,7 +315,7 @@ class Session:
         self, trainer: Trainer, links: Links, board: Noticeboard, identity: Identity, manifest: RunManifest
     ) -> None:
         """Tick until the run has ended and its last state was served for a while."""
-        published, was_training = float("-inf"), False
+        published, refreshed, was_training = float("-inf"), float("-inf"), False
         served_until = float("inf")
         while time.monotonic() < served_until:
             if trainer.failure.done():
@@ -324,6 +325,9 @@ class Session:
             trainer.tick(self._online(view, trainer))
             if trainer.started.is_set() and not was_training:
                 self._reporter.note("the run has started")
+            if not was_training and time.monotonic() - refreshed > LIMITS.start_refresh_s:
+                refreshed = time.monotonic()  # the start waits for the last peer to be seen by the first source
+                self._refreshing = asyncio.create_task(board.refresh())
             is_news = trainer.started.is_set() != was_training
             was_training = trainer.started.is_set()
             if is_news or time.monotonic() - published > 5.0:

@@ -26,16 +26,17 @@ _CHOICES = (*WIDTHS, 0)
 
 
 def fit_width_table(
-    coordinates: Tensor, coordinate_scale: Tensor, *, classes: int, budget_bytes: int
+    coordinates: Tensor, coordinate_scale: Tensor, *, classes: int, budget_bytes: int, escape_interval: int
 ) -> WidthTable:
     """The table of least squared error on the samples.
 
     coordinates: float32 [n, R], falling in variance along R. coordinate_scale: float32 [R]. budget_bytes: mean
-    bytes per token that codes may take. Raises ValueError if the budget is less than a byte.
+    bytes per token that codes may take. escape_interval: the largest of every so many samples will not be coded.
+    Raises ValueError if the budget is less than a byte.
     """
     if budget_bytes < 1:
         raise ValueError(f"{budget_bytes} bytes per token leave nothing for coordinates; lower mask_ratio")
-    errors = _errors(coordinates, coordinate_scale, classes)
+    errors = _errors(coordinates, coordinate_scale, classes, escape_interval)
     # Prices are searched on a logarithmic scale between one that keeps everything and one that keeps nothing.
     largest = float(errors.max()) or 1.0
     low, high = largest * 1e-20, largest * 10.0
@@ -50,11 +51,11 @@ def fit_width_table(
     return table
 
 
-def _errors(coordinates: Tensor, coordinate_scale: Tensor, classes: int) -> Tensor:
+def _errors(coordinates: Tensor, coordinate_scale: Tensor, classes: int, escape_interval: int) -> Tensor:
     """Mean squared error per class, choice of width and coordinate: float64 [C, len(_CHOICES), R]."""
     scales = token_scales(coordinates, coordinate_scale)
     unit = unit_scales(scales, coordinate_scale)
-    order = rank_tokens(scales)
+    order = rank_tokens(scales)[scales.numel() // escape_interval :]
     edges = [c * order.numel() // classes for c in range(classes + 1)]
     errors = torch.zeros((classes, len(_CHOICES), coordinates.shape[1]), dtype=torch.float64)
     for c in range(classes):

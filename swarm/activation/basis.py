@@ -2,9 +2,12 @@
 
 A token's hidden state, less the mean, is written in a Fisher-weighted principal basis (whose leading directions
 are those in which an error costs loss), its gradient in the principal directions of the gradients. `quantise`
-says how coordinates become bits. Document starts and other positions with massive activations are sent in full
-in bfloat16: a handful of channels there exceed everything else a hundredfold, and one lost value ruins the
-document.
+says how coordinates become bits.
+
+Massive activations (a handful of channels a hundred times larger than everything else) are sent in full in
+bfloat16, for one lost value ruins the document: at document starts and other positions that calibration found,
+and wherever else they turn up, by sending one ordinary token in `escape_interval` in full, the largest ones of
+the microbatch.
 
 Widths, positions and sizes follow from integers in the prior and the key; no float decides a layout. The
 backward direction is straight-through: the sender takes the decoded gradient for dL/dh.
@@ -30,7 +33,7 @@ from swarm.activation.base import (
     check_payload,
 )
 from swarm.activation.config import BasisConfig, code_budget_bytes
-from swarm.activation.quantise import WidthTable, dequantise, quantise
+from swarm.activation.quantise import WidthTable, dequantise, quantise, rank_tokens, token_scales
 
 
 def document_positions(document_starts: Tensor) -> Tensor:
@@ -53,21 +56,51 @@ def dense_positions(document_starts: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Coder:
-    """One direction: analysis [H, R] and synthesis [R, H] in the compute dtype, scale fp32 [R], widths."""
+    """One direction: centre fp32 [H], analysis [H, R] and synthesis [R, H] in the compute dtype, scale fp32 [R],
+    widths, and of how many tokens the largest one escapes.
+    """
 
+    centre: Tensor
     analysis: Tensor
     synthesis: Tensor
     scale: Tensor
     table: WidthTable
+    escape_interval: int
 
-    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and token scales of rows [n, H] in the compute dtype."""
-        return quantise((rows @ self.analysis).float(), self.scale, self.table)
+    def layout(self, tokens: int) -> Layout:
+        """Payload of `tokens` ordinary tokens."""
+        escaped = tokens // self.escape_interval
+        return {
+            "codes": TensorSpec(torch.uint8, (self.table.nbytes(tokens - escaped),)),
+            "scales": TensorSpec(torch.bfloat16, (tokens,)),
+            "escaped": TensorSpec(torch.bfloat16, (escaped, self.centre.shape[0])),
+        }
 
-    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Rows [n, H] in the compute dtype."""
-        coordinates = dequantise(codes, scales, self.scale, self.table)
-        return coordinates.to(self.synthesis.dtype) @ self.synthesis
+    def encode(self, rows: Tensor) -> Payload:
+        """Payload of rows [n, H], any float dtype."""
+        # The mean is subtracted in fp32: outlier channels would lose their small variations in bf16.
+        centred = (rows.float() - self.centre).to(self.analysis.dtype)
+        coordinates = (centred @ self.analysis).float()
+        scales = token_scales(coordinates, self.scale)
+        order = rank_tokens(scales)
+        escaped = rows.shape[0] // self.escape_interval
+        coded = order[escaped:]
+        return {
+            "codes": quantise(coordinates[coded], scales[coded], self.scale, self.table),
+            "scales": scales,
+            "escaped": rows[order[:escaped]].to(torch.bfloat16),
+        }
+
+    def decode(self, payload: Payload) -> Tensor:
+        """Rows [n, H] in the compute dtype from a checked payload."""
+        scales, dtype = payload["scales"], self.synthesis.dtype
+        order = rank_tokens(scales)
+        escaped = scales.shape[0] // self.escape_interval
+        coordinates = dequantise(payload["codes"], scales[order[escaped:]], self.scale, self.table)
+        restored = ((coordinates.to(dtype) @ self.synthesis).float() + self.centre).to(dtype)
+        rows = torch.empty((scales.shape[0], self.centre.shape[0]), dtype=dtype, device=scales.device)
+        rows.index_copy_(0, order[escaped:], restored)
+        return rows.index_copy_(0, order[:escaped], payload["escaped"].to(dtype))
 
 
 class BasisCodec(BoundaryCodec):
@@ -92,98 +125,93 @@ class BasisCodec(BoundaryCodec):
     ) -> None:
         self.hidden_size = hidden_size
         self.dtype = dtype
-        budget = code_budget_bytes(config.mask_ratio, hidden_size)
+        budget = code_budget_bytes(config.mask_ratio, hidden_size, config.escape_interval)
         try:
             check_basis_prior(prior, hidden_size=hidden_size, budget_bytes=budget)
         except ValueError as error:
             raise ValueError(f"prior of boundary {boundary}: {error}") from error
-        self._mean = prior["mean"].to(device=device, dtype=torch.float32)
         self._offsets = prior["dense_offsets"].to(device=device, dtype=torch.int64)
 
-        def coder(encode: str, decode: str, scale: str, widths: str) -> _Coder:
+        def coder(centre: Tensor, encode: str, decode: str, scale: str, widths: str) -> _Coder:
             return _Coder(
+                centre=centre,
                 analysis=prior[encode].to(device=device, dtype=dtype).contiguous(),
                 synthesis=prior[decode].T.to(device=device, dtype=dtype).contiguous(),
                 scale=prior[scale].to(device=device, dtype=torch.float32),
                 table=WidthTable(prior[widths].tolist()),
+                escape_interval=config.escape_interval,
             )
 
-        self._forward = coder("encode", "decode", "scale", "widths")
-        self._backward = coder("gradient_basis", "gradient_basis", "gradient_scale", "gradient_widths")
+        mean = prior["mean"].to(device=device, dtype=torch.float32)
+        zero = torch.zeros_like(mean)
+        self._forward = coder(mean, "encode", "decode", "scale", "widths")
+        self._backward = coder(zero, "gradient_basis", "gradient_basis", "gradient_scale", "gradient_widths")
 
     def layout(self, key: CodecKey) -> Layout:
-        """`codes` uint8, `scales` bfloat16 [n], `dense` bfloat16 [m, H]; n + m = B * T."""
-        return self._layout(key, self._forward.table)
+        """`codes` uint8, `scales` bfloat16 [n], `escaped` bfloat16 [n // interval, H], `dense` bfloat16 [m, H].
+
+        m positions are dense, n = B * T - m are ordinary.
+        """
+        return self._layout(key, self._forward)
 
     def gradient_layout(self, key: CodecKey) -> Layout:
         """As forward, with as many codes as the gradient's widths ask for."""
-        return self._layout(key, self._backward.table)
+        return self._layout(key, self._backward)
 
     def byte_count(self, key: CodecKey) -> ByteCount:
-        """Codes and scales are coded bytes; full tokens are dense positions. The backward codes may be fewer."""
+        """Forward bytes; the backward direction may have a few codes fewer. Escaped tokens count as coded."""
         layout = self.layout(key)
-        return ByteCount(
-            coded=layout["codes"].nbytes + layout["scales"].nbytes, dense_positions=layout["dense"].nbytes
-        )
+        dense = layout.pop("dense").nbytes
+        return ByteCount(coded=sum(spec.nbytes for spec in layout.values()), dense_positions=dense)
 
     def encode(self, hidden: Tensor, key: CodecKey) -> Payload:
         """Code ordinary tokens in the Fisher basis, copy the others. hidden: float [B, T, H]."""
-        flat = hidden.reshape(-1, self.hidden_size)
-        ordinary, dense = self._split(key)
-        # The mean is subtracted in fp32: outlier channels would lose their small variations in bf16.
-        centred = (flat.index_select(0, ordinary).float() - self._mean).to(self.dtype)
-        codes, scales = self._forward.encode(centred)
-        return {"codes": codes, "scales": scales, "dense": flat.index_select(0, dense).to(torch.bfloat16)}
+        return self._code(self._forward, hidden, key)
 
     def decode(self, payload: Payload, key: CodecKey) -> Tensor:
         """Hidden states [B, T, H] in the compute dtype. Raises PayloadError."""
-        _check(payload, self.layout(key))
-        restored = self._forward.decode(payload["codes"], payload["scales"]).float() + self._mean
-        return self._merge(restored.to(self.dtype), payload["dense"], key)
+        return self._restore(self._forward, payload, key)
 
     def encode_gradient(self, gradient: Tensor, key: CodecKey) -> Payload:
         """Code ordinary tokens in the gradient basis, copy the others. gradient: float [B, T, H]."""
-        flat = gradient.reshape(-1, self.hidden_size)
-        ordinary, dense = self._split(key)
-        codes, scales = self._backward.encode(flat.index_select(0, ordinary).to(self.dtype))
-        return {"codes": codes, "scales": scales, "dense": flat.index_select(0, dense).to(torch.bfloat16)}
+        return self._code(self._backward, gradient, key)
 
     def decode_gradient(self, payload: Payload, key: CodecKey) -> Tensor:
         """Gradient [B, T, H] in the compute dtype, straight-through. Raises PayloadError."""
-        _check(payload, self.gradient_layout(key))
-        return self._merge(self._backward.decode(payload["codes"], payload["scales"]), payload["dense"], key)
+        return self._restore(self._backward, payload, key)
 
-    def _layout(self, key: CodecKey, table: WidthTable) -> Layout:
-        """Layout with a table's codes."""
+    def _layout(self, key: CodecKey, coder: _Coder) -> Layout:
+        """Layout of one direction."""
         offsets = self._offsets.to(key.document_starts.device)
         dense = int(dense_positions(key.document_starts, offsets).sum())
         rows, tokens = key.shape
-        ordinary = rows * tokens - dense
         return {
-            "codes": TensorSpec(torch.uint8, (table.nbytes(ordinary),)),
-            "scales": TensorSpec(torch.bfloat16, (ordinary,)),
+            **coder.layout(rows * tokens - dense),
             "dense": TensorSpec(torch.bfloat16, (dense, self.hidden_size)),
         }
 
-    def _split(self, key: CodecKey) -> tuple[Tensor, Tensor]:
-        """Flat token indices, int64, of the ordinary and of the dense positions."""
-        dense = dense_positions(key.document_starts.to(self._mean.device), self._offsets).reshape(-1)
-        return (~dense).nonzero().squeeze(1), dense.nonzero().squeeze(1)
+    def _code(self, coder: _Coder, tensor: Tensor, key: CodecKey) -> Payload:
+        """Payload of [B, T, H] in one direction."""
+        flat = tensor.reshape(-1, self.hidden_size)
+        ordinary, dense = self._split(key)
+        payload = coder.encode(flat.index_select(0, ordinary))
+        return {**payload, "dense": flat.index_select(0, dense).to(torch.bfloat16)}
 
-    def _merge(self, restored: Tensor, dense: Tensor, key: CodecKey) -> Tensor:
-        """Put ordinary [n, H] and dense [m, H] tokens at their positions: [B, T, H]."""
-        ordinary_index, dense_index = self._split(key)
+    def _restore(self, coder: _Coder, payload: Payload, key: CodecKey) -> Tensor:
+        """[B, T, H] from a payload in one direction. Raises PayloadError."""
+        check_payload(payload, self._layout(key, coder))
+        check_finite(payload, ("scales", "escaped", "dense"))
+        ordinary, dense = self._split(key)
         rows, tokens = key.shape
-        output = torch.empty((rows * tokens, self.hidden_size), dtype=self.dtype, device=restored.device)
-        output.index_copy_(0, ordinary_index, restored)
-        output.index_copy_(0, dense_index, dense.to(self.dtype))
+        output = torch.empty((rows * tokens, self.hidden_size), dtype=self.dtype, device=self._offsets.device)
+        output.index_copy_(0, ordinary, coder.decode(payload))
+        output.index_copy_(0, dense, payload["dense"].to(self.dtype))
         return output.view(rows, tokens, self.hidden_size)
 
-
-def _check(payload: Payload, layout: Layout) -> None:
-    """Layout and finiteness. Raises PayloadError."""
-    check_payload(payload, layout)
-    check_finite(payload, ("scales", "dense"))
+    def _split(self, key: CodecKey) -> tuple[Tensor, Tensor]:
+        """Flat token indices, int64, of the ordinary and of the dense positions."""
+        dense = dense_positions(key.document_starts.to(self._offsets.device), self._offsets).reshape(-1)
+        return (~dense).nonzero().squeeze(1), dense.nonzero().squeeze(1)
 
 
 def check_basis_prior(prior: Mapping[str, Tensor], *, hidden_size: int, budget_bytes: int) -> None:

@@ -77,6 +77,11 @@ class BasisConfig(_CodecModel):
         le=64,
         description="classes of tokens by magnitude, each with its own bits per coordinate",
     )
+    escape_interval: int = Field(
+        default=128,
+        ge=2,
+        description="one ordinary token in this many, the largest ones of a microbatch, is sent in full",
+    )
     fisher_ridge: float = Field(
         default=0.1, gt=0, description="share of the mean gradient variance added to the metric's diagonal"
     )
@@ -111,15 +116,19 @@ def token_budget_bytes(mask_ratio: float, hidden_size: int) -> int:
     return kept_permille(mask_ratio) * BF16_BYTES * hidden_size // 1000
 
 
-def code_budget_bytes(mask_ratio: float, hidden_size: int) -> int:
-    """Mean bytes per ordinary token that `basis` may spend on codes, the scale taken off.
+def code_budget_bytes(mask_ratio: float, hidden_size: int, escape_interval: int) -> int:
+    """Mean bytes per coded token that `basis` may spend on codes, after scales and escaped tokens.
 
-    Raises ValueError when less than a byte is left.
+    With n tokens, n // escape_interval of them in full, codes of this mean keep the whole within n budgets:
+    n / I * 2 H + n (1 - 1 / I) * codes + n * scale <= n * budget. Raises ValueError when less than a byte is left.
     """
-    budget = token_budget_bytes(mask_ratio, hidden_size) - SCALE_BYTES
-    if budget < 1:
+    budget = token_budget_bytes(mask_ratio, hidden_size)
+    rest = escape_interval * (budget - SCALE_BYTES) - BF16_BYTES * hidden_size
+    codes = rest // (escape_interval - 1)
+    if codes < 1:
         raise ValueError(
-            f"mask_ratio {mask_ratio} leaves {budget + SCALE_BYTES} bytes per token at hidden size {hidden_size}, "
-            "too few for a scale and coordinates; lower mask_ratio"
+            f"mask_ratio {mask_ratio} leaves {budget} bytes per token at hidden size {hidden_size}, too few for a "
+            f"scale, coordinates and one token in {escape_interval} in full; lower mask_ratio or raise "
+            "escape_interval"
         )
-    return budget
+    return codes

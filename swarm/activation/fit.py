@@ -84,9 +84,12 @@ def fit_basis_prior(
     if not bool(torch.isfinite(states.sum() + gradients.sum())):
         raise ValueError("calibration samples hold a non-finite value; check the model's dtype")
     count = states.shape[0]
-    mean = states.mean(dim=0)
+    # One massive activation outweighs thousands of tokens in a covariance; the codec sends the largest in full.
+    norms = states.norm(dim=1)
+    usual = norms.argsort(stable=True)[: count - count // config.escape_interval]
+    mean = states[usual].mean(dim=0)
     states = states - mean
-    covariance = states.T @ states / count
+    covariance = states[usual].T @ states[usual] / usual.numel()
     # Gradients of a mean loss enter A with the inverse square of the batch. Anything absolute further down
     # (floors, eigh's own rounding) would then flatten the spectrum, so they are brought to unit rms first.
     gradients = gradients / gradients.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
@@ -143,7 +146,8 @@ def _direction(
             coordinates[:, :used],
             scale[:used],
             classes=config.token_classes,
-            budget_bytes=code_budget_bytes(config.mask_ratio, hidden_size),
+            budget_bytes=code_budget_bytes(config.mask_ratio, hidden_size, config.escape_interval),
+            escape_interval=config.escape_interval,
         )
         used = max(table.coordinates, 1)
     return _Direction(

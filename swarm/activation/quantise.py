@@ -122,31 +122,29 @@ def from_levels(levels: Tensor, width: int) -> Tensor:
     return levels.float().add_(0.5 - (1 << (width - 1))).mul_(_STEPS[width])
 
 
-def quantise(coordinates: Tensor, coordinate_scale: Tensor, table: WidthTable) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [table.nbytes(n)] and token scales bfloat16 [n].
+def quantise(coordinates: Tensor, scales: Tensor, coordinate_scale: Tensor, table: WidthTable) -> Tensor:
+    """Codes uint8 [table.nbytes(n)] of tokens in the order of `rank_tokens`.
 
-    coordinates: float32 [n, R], R >= table.coordinates. coordinate_scale: float32 [R], positive.
+    coordinates: float32 [n, R], R >= table.coordinates. scales: bfloat16 [n], as they travel. coordinate_scale:
+    float32 [R], positive.
     """
-    tokens = coordinates.shape[0]
-    scales = token_scales(coordinates, coordinate_scale)
-    # Levels are counted in the scale that the receiver will see, not in the one before rounding.
-    divisor = unit_scales(scales, coordinate_scale)
-    ranked = (coordinates / divisor)[rank_tokens(scales)]
-    codes = torch.empty(table.nbytes(tokens), dtype=torch.uint8, device=coordinates.device)
-    for ranks, columns, width, where in table.blocks(tokens):
-        codes[where] = _pack(to_levels(ranked[ranks, columns], width), width).reshape(-1)
-    return codes, scales
+    normed = coordinates / unit_scales(scales, coordinate_scale)
+    codes = torch.empty(table.nbytes(normed.shape[0]), dtype=torch.uint8, device=coordinates.device)
+    for ranks, columns, width, where in table.blocks(normed.shape[0]):
+        codes[where] = _pack(to_levels(normed[ranks, columns], width), width).reshape(-1)
+    return codes
 
 
 def dequantise(codes: Tensor, scales: Tensor, coordinate_scale: Tensor, table: WidthTable) -> Tensor:
-    """Coordinates float32 [n, R] from `quantise`'s codes and scales; uncoded ones are 0. All bytes are valid."""
+    """Coordinates float32 [n, R] from `quantise`'s codes, in the same order; uncoded ones are 0.
+
+    All bytes are valid codes.
+    """
     tokens = scales.shape[0]
-    ranked = torch.zeros((tokens, coordinate_scale.shape[0]), dtype=torch.float32, device=codes.device)
+    coordinates = torch.zeros((tokens, coordinate_scale.shape[0]), dtype=torch.float32, device=codes.device)
     for ranks, columns, width, where in table.blocks(tokens):
         levels = _unpack(codes[where].view(ranks.stop - ranks.start, -1), width)
-        ranked[ranks, columns] = from_levels(levels, width)
-    order = rank_tokens(scales)
-    coordinates = torch.empty_like(ranked).index_copy_(0, order, ranked)
+        coordinates[ranks, columns] = from_levels(levels, width)
     return coordinates.mul_(scales.float().unsqueeze(1)).mul_(coordinate_scale)
 
 

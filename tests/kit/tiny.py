@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-WORDS = "stage replica boundary microbatch ledger round roster leader commit gradient prior swarm peer step plan"
+WORDS = (
+    "stage replica boundary microbatch ledger round roster leader commit gradient prior swarm peer step plan"
+)
 
 
 def write_texts(directory: Path, files: int = 24, lines: int = 40) -> Path:
@@ -22,7 +24,9 @@ def write_texts(directory: Path, files: int = 24, lines: int = 40) -> Path:
     return directory
 
 
-def write_model(directory: Path, texts: Path, family: str = "llama", layers: int = 6, hidden: int = 64) -> Path:
+def write_model(
+    directory: Path, texts: Path, family: str = "llama", layers: int = 6, hidden: int = 64
+) -> Path:
     """A random model of a family and a byte-level BPE tokenizer trained on the texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -37,7 +41,9 @@ def write_model(directory: Path, texts: Path, family: str = "llama", layers: int
     )
     tokenizer.train([str(path) for path in sorted(texts.iterdir())], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
-    random_model(tiny_config(family, layers, hidden, tokenizer.get_vocab_size()), seed=1).save_pretrained(directory)
+    random_model(tiny_config(family, layers, hidden, tokenizer.get_vocab_size()), seed=1).save_pretrained(
+        directory
+    )
     return directory
 
 
@@ -59,3 +65,25 @@ def tiny_config(family: str, layers: int, hidden: int, vocabulary: int) -> Any:
         eos_token_id=0,
         pad_token_id=None,
     )
+
+
+def make_run(folder: Path, options: dict[str, Any]) -> Any:
+    """A tiny run in `folder / "run"`. options: fields of RunOptions, and family, layers, hidden for the model."""
+    from peers.commands.init import RunOptions, create_run
+
+    chosen = dict(options)
+    shape = {name: chosen.pop(name) for name in ("family", "layers", "hidden") if name in chosen}
+    texts = write_texts(folder / "texts")
+    model = write_model(folder / "model", texts, **shape)
+    defaults = {
+        "model": str(model),
+        "data": str(texts),
+        "samples_per_step": 8,
+        "rows_per_microbatch": 1,
+        "sequence_length": 32,
+        "codec": "dense",
+        "compute": "fp32",
+        "averaging_values": "fp32",
+        "calibration_microbatches": 16,
+    }
+    return create_run(RunOptions(**{**defaults, **chosen}), folder / "run")
