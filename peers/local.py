@@ -187,7 +187,7 @@ class LocalSwarm:
         return seed.addresses[0]
 
     def start_stage_peers(self, address: str, run_id: str, replicas: int, threads: int) -> None:
-        """Start `replicas` peers of every stage, with identities that live as long as they do."""
+        """Start `replicas` peers of every stage, each with an identity and a folder of its own."""
         for replica in range(replicas):
             for stage in range(self.stages):
                 name = f"stage-{stage}-{replica}"
@@ -199,6 +199,7 @@ class LocalSwarm:
                         run=run_id,
                         run_dir=self.run_dir,
                         listen=LISTEN,
+                        identity=self.folder(name) / "identity.key",
                         threads=threads,
                         checkpoint_dir=self.folder(name) / "checkpoints",
                         serve_after_s=_SERVE_AFTER_S,

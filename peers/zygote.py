@@ -208,7 +208,10 @@ class _Server:
 
     def _serve(self) -> bool:
         """One message. False at the end of the stream."""
-        data, descriptors, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
+        except ConnectionError:  # the parent died with exit notices unread
+            return False
         if not data:
             return False
         message = json.loads(data)
@@ -218,12 +221,15 @@ class _Server:
                 os.kill(message["pid"], message["signal"])
             return True
         try:
-            self._say({"started": self._fork(message["request"], Path(message["log"]), descriptors[0])})
+            answer: dict[str, Any] = {
+                "started": self._fork(message["request"], Path(message["log"]), descriptors[0])
+            }
         except OSError as error:
-            self._say({"failed": f"cannot fork: {error}"})
+            answer = {"failed": f"cannot fork: {error}"}
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+        self._say(answer)
         return True
 
     def _fork(self, request: dict[str, Any], log: Path, descriptor: int) -> int:
@@ -256,8 +262,7 @@ class _Server:
             if pid == 0:
                 return
             self._children.discard(pid)
-            with suppress(OSError):
-                self._say({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+            self._say({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _end_children(self) -> None:
         """SIGTERM, then SIGKILL after `GRACE_S`."""
@@ -273,7 +278,8 @@ class _Server:
             time.sleep(0.02)
 
     def _say(self, message: dict[str, Any]) -> None:
-        self._socket.send(json.dumps(message).encode())
+        with suppress(OSError):  # if the parent is gone, the next read ends the loop
+            self._socket.send(json.dumps(message).encode())
 
 
 def _end_with_parent(parent: int) -> None:

@@ -1,0 +1,118 @@
+"""Real peers train to the same weights as the reference, which uses the uncut model and torch's optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from swarm.activation.registry import build_codec
+from swarm.data.dataset import PackedDataset
+from swarm.data.order import samples_of_step
+from swarm.manifest import RunManifest
+from swarm.reference import ReferenceTrainer
+from tests.kit.swarm import Swarm
+
+pytestmark = pytest.mark.e2e
+STAGES, STEPS, TOLERANCE = 3, 5, 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("codec", ["dense", "mask"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_peers_train_like_the_reference(
+    swarm: Swarm, family: str, codec: str, replicas: int, optimizer: str
+) -> None:
+    run_dir = swarm.make_run(
+        family=family,
+        stages=STAGES,
+        replicas=replicas,
+        steps=STEPS,
+        codec=codec,
+        mask_ratio=50.0 if codec == "mask" else None,
+        codec_values="fp32",
+        optimizer=optimizer,
+        learning_rate=0.1 if optimizer == "sgd" else 1e-4,
+        warmup_steps=1,
+    )
+    swarm.seed()
+    names = [f"{stage}-{replica}" for stage in range(STAGES) for replica in range(replicas)]
+    for name in names:
+        swarm.join(int(name[0]), name)
+    codes = swarm.wait_exits(names, 120.0)
+    assert codes == dict.fromkeys(names, 0), swarm.report()
+
+    manifest = RunManifest.load(run_dir / "manifest.yaml")
+    trained, initial, losses = reference(manifest, run_dir, swarm.folder / "model")
+    stages = [[trained_weights(swarm.folder / f"{s}-{r}") for r in range(replicas)] for s in range(STAGES)]
+    found = {name: tensor for stage in stages for name, tensor in stage[0].items()}
+    assert set(found) == set(trained)
+    moved = sum(float((trained[name] - initial[name]).norm()) for name in trained)
+    assert moved > 1e-3, "the reference did not train, so equality would mean nothing"
+    for name, tensor in trained.items():
+        if optimizer == "sgd":
+            torch.testing.assert_close(found[name], tensor, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+        else:
+            error = float((found[name] - tensor).norm() / tensor.norm())
+            assert error <= TOLERANCE, f"{name}: {error:.2e}"
+    for replica_weights in stages:
+        for name, tensor in replica_weights[-1].items():
+            assert torch.equal(tensor, replica_weights[0][name]), f"replicas differ in {name}"
+    if replicas == 1:
+        reported = swarm.members["2-0"].last("summary")["loss"]
+        assert reported == pytest.approx(losses[-1], abs=1e-4)
+
+
+def trained_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in a peer's newest checkpoint."""
+    (path,) = folder.glob(f"data/*/checkpoints/*/*version-{STEPS:08d}.safetensors")
+    with safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith("weight.")]  # noqa: SIM118
+        return {name.removeprefix("weight."): file.get_tensor(name) for name in names}
+
+
+def reference(
+    manifest: RunManifest, run_dir: Path, model_dir: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Weights after the run's steps by the oracle, weights before, and the loss of every step."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    boundaries = range(manifest.model.stages - 1)
+    trainer = ReferenceTrainer(
+        model,
+        manifest.model.cuts,
+        [
+            build_codec(
+                manifest.codec,
+                hidden_size=manifest.model.hidden_size,
+                boundary=boundary,
+                run_seed=manifest.seed,
+                prior=None,
+                device="cpu",
+                dtype=torch.float32,
+            )
+            for boundary in boundaries
+        ],
+        manifest.optimizer,
+        manifest.total_steps,
+        reference_loss_tokens=manifest.reference_loss_tokens,
+    )
+    initial = {name: master.detach().clone() for name, master in trainer.masters.items()}
+    for stage in range(manifest.model.stages):
+        for name, tensor in load_file(run_dir / "artifacts" / f"stage-{stage}.safetensors").items():
+            assert torch.equal(initial[name], tensor.float()), f"the run begins with another {name}"
+    dataset = PackedDataset(run_dir / "artifacts", manifest.data)
+    losses = []
+    for step in range(manifest.total_steps):
+        samples = samples_of_step(manifest.seed, manifest.data.train_samples, manifest.samples_per_step, step)
+        rows = manifest.rows_per_microbatch
+        batches = [dataset.batch(samples[i : i + rows]) for i in range(0, len(samples), rows)]
+        losses.append(trainer.step(batches, step))
+    return {name: master.detach() for name, master in trainer.masters.items()}, initial, losses

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peers.cli import main
+from peers.commands import join, seed
+from peers.commands.join import JoinOptions, parse_stage
+from peers.config import UserError
+from peers.local import decode_config, encode_config
+
+
+def options(**more: object) -> JoinOptions:
+    values: dict[str, object] = {"stage": "1", "initial_peers": ("/ip4/1.2.3.4/tcp/1/p2p/Qm",), **more}
+    return JoinOptions(**values)  # type: ignore[arg-type]
+
+
+def test_join_flags_become_the_peers_settings() -> None:
+    config = join.peer_config(options(compute="calibrated:12.5", threads=2, run="a" * 40))
+    assert (config.stage, config.threads, config.run) == (1, 2, "a" * 40)
+    assert config.compute.microseconds_per_token == 12.5
+
+
+@pytest.mark.parametrize("text", ["auto", "0-3", "-1", "x", "1.5", ""])
+def test_stage_that_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="stage"):
+        parse_stage(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"initial_peers": ()}, "--initial-peers is missing"),
+        ({"threads": 0}, "--threads 0"),
+        ({"metrics_port": 70_000}, "--metrics-port 70000"),
+        ({"run": "xyz"}, "--run 'xyz'"),
+        ({"compute": "fast"}, "--compute 'fast'"),
+        ({"keep_checkpoints": 0}, "--keep-checkpoints"),
+        ({"listen": ()}, "--listen is empty"),
+        ({"serve_after_s": -1.0}, "--serve-after-s"),
+    ],
+)
+def test_bad_values_name_flag_and_value(more: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        join.peer_config(options(**more))
+
+
+def test_seed_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["seed", str(tmp_path)]) == 2
+    assert f"swarm-peer: error: {tmp_path} is no run" in capsys.readouterr().err
+
+
+def test_seed_keeps_its_identity_in_the_run(tmp_path: Path) -> None:
+    (tmp_path / "manifest.yaml").touch()
+    config = seed.peer_config(seed.SeedOptions(run_dir=tmp_path))
+    assert (config.stage, config.identity) == (None, tmp_path / "seed.key")
+
+
+def test_settings_survive_the_way_to_the_zygote(tmp_path: Path) -> None:
+    config = join.peer_config(options(compute="calibrated:3", checkpoint_dir=tmp_path))
+    assert decode_config(encode_config(config)) == config
