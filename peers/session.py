@@ -19,12 +19,13 @@ from dht.dial import describe_results, dial_all
 from dht.host import host_died, start_host, stop_host, visible_addresses
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
-from dht.records import ManifestPointer, PeerRecord
-from peers.checkpoint import CheckpointError, CheckpointStore
+from dht.records import PeerRecord
+from peers.announcer import Announcer
+from peers.checkpoint import CheckpointStore
 from peers.compute import Boundaries, StageCompute, build_compute, compute_dtype
 from peers.config import PeerConfig, UserError
 from peers.engine import Engine, JobPriority
-from peers.fileserver import FileServer, snapshot_name
+from peers.fileserver import FileServer
 from peers.frames import Frame
 from peers.lifecycle import Lifecycle
 from peers.limits import LIMITS, PROTOCOL_VERSION
@@ -34,6 +35,7 @@ from peers.metrics import Metrics
 from peers.metrics_server import MetricsServer
 from peers.reporting import Reporter
 from peers.run_files import RunFiles, prior_name, stage_name
+from peers.snapshots import Snapshots
 from peers.status import StatusBoard
 from peers.traffic import Traffic
 from peers.trainer import Trainer
@@ -61,10 +63,8 @@ class Session:
         self._links: Links | None = None
         self._board: Noticeboard | None = None
         self._addresses: tuple[str, ...] = ()
-        self._store: CheckpointStore | None = None
-        self._served: list[int] = []
+        self._snapshots: Snapshots | None = None
         self._refreshing: asyncio.Task[bool] | None = None
-        self._saving: set[asyncio.Task[None]] = set()
         self._status = StatusBoard(config.stage, self._lifecycle, self._traffic, self._metrics, engine)
 
     async def run(self) -> None:
@@ -96,6 +96,9 @@ class Session:
             stack.push_async_callback(files_server.close)
             self._status.identify(identity.peer_id, manifest, server.url)
             holders = [address.rpartition("/")[2] for address in good]
+            announcer = Announcer(
+                board, identity, manifest, self._config.stage, self._addresses, self._lifecycle, self._status
+            )
             files = RunFiles(manifest, directory, p2p, lambda: self._holders(holders), self._traffic)
             stack.callback(lambda: self._reporter.summary(self._status.summary(self.exit_reason)))
             async with asyncio.TaskGroup() as tasks:
@@ -107,11 +110,13 @@ class Session:
                 ]
                 try:
                     if self._config.stage is None:
-                        await self._serve(board, identity, manifest)
+                        await self._serve(announcer, manifest)
                     else:
-                        await self._train(p2p, board, identity, manifest, files, files_server, tasks)
+                        await self._train(
+                            p2p, board, announcer, identity, manifest, files, files_server, tasks
+                        )
                 finally:
-                    await self._leave(board, identity, manifest)
+                    await self._leave(announcer)
                     for task in stack_tasks:
                         task.cancel()
 
@@ -196,32 +201,21 @@ class Session:
 
     # -- the two roles ----------------------------------------------------------------------------------------
 
-    async def _serve(self, board: Noticeboard, identity: Identity, manifest: RunManifest) -> None:
+    async def _serve(self, announcer: Announcer, manifest: RunManifest) -> None:
         """A seed: keep the noticeboard and the run's files until told to leave."""
         self._lifecycle.go("syncing")
         self._lifecycle.go("online")
-        data = manifest.canonical_bytes()
-        import hashlib
-
-        pointer = ManifestPointer(
-            run_id=manifest.run_id,
-            peer_id=identity.peer_id,
-            public_key=identity.public_key,
-            incarnation=identity.incarnation,
-            manifest_sha256=hashlib.sha256(data).hexdigest(),
-            nbytes=len(data),
-            name=manifest.name,
-        )
-        await board.publish(pointer)
+        await announcer.point_to_manifest()
         self._reporter.ready(self._addresses, manifest.model.stages)
         while True:
-            await self._publish(board, identity, manifest)
+            await announcer.publish()
             await asyncio.sleep(5.0)
 
     async def _train(
         self,
         p2p: P2P,
         board: Noticeboard,
+        announcer: Announcer,
         identity: Identity,
         manifest: RunManifest,
         files: RunFiles,
@@ -232,7 +226,7 @@ class Session:
         if stage is None:
             raise ValueError("a stage peer needs a stage")
         self._lifecycle.go("syncing")
-        await self._publish(board, identity, manifest)
+        await announcer.publish()
         compute, boundaries = await self._prepare(manifest, stage, files)
         links = Links(
             p2p,
@@ -244,7 +238,16 @@ class Session:
         )
         self._links = links
         directory = self._config.checkpoint_dir or files.directory / "checkpoints" / identity.peer_id[-8:]
-        self._store = CheckpointStore(directory, self._config.keep_checkpoints)
+        snapshots = Snapshots(
+            manifest=manifest,
+            stage=stage,
+            compute=compute,
+            engine=self._engine,
+            store=CheckpointStore(directory, self._config.keep_checkpoints),
+            server=server,
+            metrics=self._metrics,
+            note=self._reporter.note,
+        )
         trainer = Trainer(
             manifest=manifest,
             stage=stage,
@@ -254,10 +257,11 @@ class Session:
             links=links,
             files=files,
             tasks=tasks,
-            on_snapshot=lambda version: self._snapshot(version, manifest, compute, server),
+            on_snapshot=snapshots.take,
             trace_ledger=self._config.trace_ledger,
         )
-        self._trainer = trainer
+        self._trainer = announcer.trainer = trainer
+        self._snapshots = announcer.snapshots = snapshots
         self._status.trainer, self._status.links = trainer, links
         self._metrics.links = _OpenLinks(links)
         try:
@@ -265,7 +269,7 @@ class Session:
             self._lifecycle.go("online")
             self._reporter.ready(self._addresses, manifest.model.stages)
             self._reporter.note(f"online as a replica of stage {stage}; waiting for the others")
-            await self._work(trainer, links, board, identity, manifest)
+            await self._work(trainer, links, board, announcer)
         finally:
             await links.close()
 
@@ -311,12 +315,10 @@ class Session:
         self._reporter.note(f"loading stage {stage}")
         return await self._engine.submit(JobPriority.ROUND, build)
 
-    async def _work(
-        self, trainer: Trainer, links: Links, board: Noticeboard, identity: Identity, manifest: RunManifest
-    ) -> None:
+    async def _work(self, trainer: Trainer, links: Links, board: Noticeboard, announcer: Announcer) -> None:
         """Tick until the run has ended and its last state was served for a while."""
         published, refreshed, was_training = float("-inf"), float("-inf"), False
-        served_until = float("inf")
+        served_until, snapshots = float("inf"), self._snapshots
         while time.monotonic() < served_until:
             if trainer.failure.done():
                 trainer.failure.result()
@@ -326,20 +328,26 @@ class Session:
             if trainer.started.is_set() and not was_training:
                 self._reporter.note("the run has started")
             if not was_training and time.monotonic() - refreshed > LIMITS.start_refresh_s:
-                refreshed = time.monotonic()  # the start waits for the last peer to be seen by the first source
+                refreshed = (
+                    time.monotonic()
+                )  # the start waits for the last peer to be seen by the first source
                 self._refreshing = asyncio.create_task(board.refresh())
             is_news = trainer.started.is_set() != was_training
             was_training = trainer.started.is_set()
             if is_news or time.monotonic() - published > 5.0:
                 published = time.monotonic()
-                await self._publish(board, identity, manifest)
-            if trainer.finished.is_set() and served_until == float("inf") and not self._saving:
+                await announcer.publish()
+            if (
+                trainer.finished.is_set()
+                and served_until == float("inf")
+                and not (snapshots and snapshots.is_saving)
+            ):
                 served_until = time.monotonic() + self._config.serve_after_s
                 self._status.is_finished = True
                 self._reporter.note(
                     f"the run is finished; serving the final weights for {self._config.serve_after_s:.0f} s"
                 )
-                await self._publish(board, identity, manifest)
+                await announcer.publish()
             await asyncio.sleep(TICK_S)
 
     def _want(self, links: Links, view: dict[str, PeerRecord], trainer: Trainer) -> None:
@@ -377,79 +385,19 @@ class Session:
         self._reporter.note(f"lost {short(peer)} of stage {stage}: {reason}")
         trainer.on_lost(peer, stage)
 
-    # -- state --------------------------------------------------------------------------------------------------
-
-    def _snapshot(
-        self, version: int, manifest: RunManifest, compute: StageCompute, server: FileServer
-    ) -> None:
-        task = asyncio.create_task(self._save(version, manifest, compute, server))
-        self._saving.add(task)
-        task.add_done_callback(self._saving.discard)
-
-    async def _save(
-        self, version: int, manifest: RunManifest, compute: StageCompute, server: FileServer
-    ) -> None:
-        """Copy the state on the compute thread, write it in the background, serve it."""
-        store, stage = self._store, self._config.stage
-        if store is None or stage is None:
-            return
-        state = await self._engine.submit(JobPriority.ROUND, compute.state)
-        meta: dict[str, Any] = {
-            "run_id": manifest.run_id,
-            "stage": stage,
-            "protocol": PROTOCOL_VERSION,
-            "schema": compute.trainable.schema_hash,
-        }
-        try:
-            path = await asyncio.to_thread(store.save, version, state, meta)
-        except CheckpointError as error:
-            self._metrics.checkpoint("failed")
-            self._reporter.note(f"warning: {error}")
-            return
-        self._metrics.checkpoint("written")
-        server.register(snapshot_name(version, stage), path, manifest.run_id)
-        kept = store.versions(stage, manifest.run_id)
-        for old in set(self._served) - set(kept):
-            server.unregister(snapshot_name(old, stage), manifest.run_id)
-        self._served = [*(v for v in self._served if v in kept), version]
-
-    async def _publish(self, board: Noticeboard, identity: Identity, manifest: RunManifest) -> None:
-        """Renew this peer's record."""
-        status = self._status.snapshot()
-        trainer = self._trainer
-        record = PeerRecord(
-            run_id=manifest.run_id,
-            peer_id=identity.peer_id,
-            public_key=identity.public_key,
-            incarnation=identity.incarnation,
-            role="seed" if self._config.stage is None else "stage",
-            stage=self._config.stage,
-            state=self._lifecycle.state,
-            step=trainer.version if trainer is not None else 0,
-            training=trainer is not None and trainer.started.is_set(),
-            addresses=self._addresses,
-            loss=status["loss"],
-            tokens_per_s=status["tokens_per_s"],
-            upload_mbps=status["upload_mbps"],
-            download_mbps=status["download_mbps"],
-            versions=tuple(self._served[-32:]),
-        )
-        try:
-            await board.publish(record)
-        except (TimeoutError, OSError) as error:
-            logger.warning("could not publish this peer's record: %s", error or type(error).__name__)
-
-    async def _leave(self, board: Noticeboard, identity: Identity, manifest: RunManifest) -> None:
-        """Say goodbye on the noticeboard, within the drain's time."""
+    async def _leave(self, announcer: Announcer) -> None:
+        """Finish writing, and say goodbye on the noticeboard, within the drain's time."""
         self._lifecycle.go("draining")
+        if self._snapshots is not None:
+            await self._snapshots.settle(LIMITS.drain_s / 2)
         self._lifecycle.go("offline")
-        if self._saving:
-            await asyncio.wait(self._saving, timeout=LIMITS.drain_s / 2)
         try:
             async with asyncio.timeout(2.0):
-                await self._publish(board, identity, manifest)
+                await announcer.publish()
         except (TimeoutError, RuntimeError) as error:
             logger.debug("could not announce the departure: %s", error)
+
+    # -- telling ------------------------------------------------------------------------------------------
 
     async def _report(self) -> None:
         while True:

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +25,21 @@ from peers.link import Link
 from peers.links import Links, Liveness, short
 from peers.payloads import BatchFormat
 from peers.planning import PlanBook, make_plan
+from peers.progress import Progress
 from peers.questions import Questions
 from peers.round_messages import Arrival, Commit, compact
 from peers.rounds import RoundCore
 from peers.run_files import RunFiles
 from peers.stage import StageWorker, parse_key
+from peers.starting import Starter
 from swarm.manifest import RunManifest
 from swarm.plan import MAX_SLOTS, Plan
 
 logger = logging.getLogger("swarm_peer.trainer")
-SPEED_STEPS = 5
 
 
 class NotInRunError(Exception):
     """The run started, or goes on, without this peer."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """What the trainer knows of the run's progress, for status, metrics and records."""
-
-    step: int = 0
-    loss: float | None = None
-    tokens_done: int = 0
-    gradient_norm: float | None = None
-    step_times: list[float] = field(default_factory=list)
-    step_tokens: list[int] = field(default_factory=list)
-
-    def finished_step(self, now: float, tokens: int) -> None:
-        """A step was applied."""
-        self.step += 1
-        self.tokens_done += tokens
-        self.step_times = [*self.step_times, now][-SPEED_STEPS - 1 :]
-        self.step_tokens = [*self.step_tokens, tokens][-SPEED_STEPS:]
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens of the whole run per second, over the last few steps."""
-        if len(self.step_times) < 2:
-            return None
-        span = self.step_times[-1] - self.step_times[0]
-        return sum(self.step_tokens[1 - len(self.step_times) :]) / max(span, 1e-6)
 
 
 class Trainer:
@@ -128,13 +101,13 @@ class Trainer:
             tasks=tasks,
             owner=self,
         )
-        self.start = start.StartCore(
-            me=self.me,
+        self.starter = Starter(
+            manifest=manifest,
             stage=stage,
-            stages=self.stages,
-            run_seed=manifest.seed,
-            min_replicas=manifest.min_replicas,
-            make_start=self._make_start,
+            links=links,
+            plans=self._plans,
+            version=lambda: self.version,
+            on_begin=self._begin,
         )
 
     @property
@@ -166,7 +139,7 @@ class Trainer:
             case Kind.ANSWER:
                 self._questions.on_answer(link.peer, frame)
             case Kind.PROPOSE | Kind.ACKNOWLEDGE | Kind.START:
-                self._on_start_frame(link, frame)
+                self.starter.on_frame(link, frame)
             case _:
                 if link.hello.stage != self.stage:
                     raise FrameError("stage", f"{frame.kind} from stage {link.hello.stage}")
@@ -174,8 +147,8 @@ class Trainer:
 
     def on_up(self, link: Link) -> None:
         """A link is up: what its peer may have missed is repeated."""
-        if self.start.started is not None:
-            link.post(Kind.START, self.start.started.header())
+        if self.starter.core.started is not None:
+            link.post(Kind.START, self.starter.core.started.header())
         plan = self.worker.core.plan
         if plan is not None:
             link.post(Kind.PLAN, {"plan": plan.to_bytes()})
@@ -198,7 +171,7 @@ class Trainer:
     def tick(self, online: Sequence[Sequence[str]]) -> None:
         """Time passes. online: peers ready to start, per stage."""
         now = time.monotonic()
-        self._run_start(self.start.tick(now, online))
+        self.starter.tick(now, online)
         self.worker.run(self.worker.core.route(now))
         self.averaging.tick()
         if self.started.is_set() and not self.finished.is_set():
@@ -243,37 +216,8 @@ class Trainer:
 
     # -- start ---------------------------------------------------------------------------------------------
 
-    def _make_start(self, rosters: tuple[tuple[str, ...], ...]) -> start.Start:
-        plan, sources = make_plan(self.manifest, self.version, 0, "", rosters[0])
-        return start.Start(self.version, rosters, plan.to_bytes(), sources)
-
-    def _on_start_frame(self, link: Link, frame: Frame) -> None:
-        if frame.kind is Kind.ACKNOWLEDGE:
-            self._run_start(self.start.on_acknowledge(link.peer, need(frame.header, "start", str)))
-            return
-        message = start.parse_start(frame.header)
-        if len(message.rosters) != self.stages:
-            raise FrameError("start", f"{len(message.rosters)} rosters for {self.stages} stages")
-        plan = self._plans.parse(message.plan, message.version)
-        if len(message.sources) != len(plan.slots) or not set(message.sources) <= set(message.rosters[0]):
-            raise FrameError("start", "every slot needs a source of the roster")
-        if frame.kind is Kind.PROPOSE:
-            self._run_start(self.start.on_propose(link.peer, message, time.monotonic()))
-        else:
-            self._run_start(self.start.on_start(message))
-
-    def _run_start(self, actions: Sequence[start.Action]) -> None:
-        for action in actions:
-            match action:
-                case start.Tell(peer, kind, header):
-                    link = self._links.get(peer)
-                    if link is not None:
-                        link.post(kind, header)
-                case start.Begin(message):
-                    self._begin(message)
-
-    def _begin(self, message: start.Start) -> None:
-        self._links.gossip(Kind.START, message.header())
+    def _begin(self, message: start.Start, plan: Plan) -> None:
+        """START is in force."""
         if self.me not in message.rosters[self.stage]:
             self._fail("the run has started without this peer; joining a running swarm is not supported yet")
             return
@@ -284,7 +228,6 @@ class Trainer:
         self.started.set()
         self._moved_at = time.monotonic()
         self.progress.step_times.append(time.monotonic())
-        plan = self._plans.parse(message.plan, message.version)
         self._take_plan(plan, list(message.sources))
 
     # -- plans -----------------------------------------------------------------------------------------------

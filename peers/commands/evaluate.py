@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal, TYPE_CHECKING
 
 import tyro
 
@@ -34,7 +34,7 @@ TOKENS_PER_FORWARD = 2048
 class EvaluateOptions(CommandOptions):
     """Evaluate a checkpoint."""
 
-    checkpoint: tyro.conf.Positional[str]
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """Folder of the checkpoint (or any model that init takes, such as smollm2-135m)."""
 
     run_dir: Path | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Literal, TYPE_CHECKING
 
 import tyro
 
@@ -33,7 +33,7 @@ Examples:
 class ExportOptions(CommandOptions):
     """Write a checkpoint."""
 
-    out_dir: tyro.conf.Positional[Path]
+    out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT_DIR")]
     """Folder of the checkpoint to make; must not exist."""
 
     initial_peers: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Annotated, Literal, Protocol, TYPE_CHECKING
 
 import tyro
 
@@ -156,7 +156,7 @@ class RunOptions(CommandOptions):
 class InitOptions(RunOptions):
     """Create a run."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Folder to make; must not exist."""
 
 

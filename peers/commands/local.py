@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, TYPE_CHECKING
 
 import tyro
 
@@ -46,7 +46,7 @@ Ctrl+C ends every peer within ten seconds; a second Ctrl+C at once. Logs: RUN_DI
 class LocalOptions(RunOptions):
     """A whole swarm on this machine. Options of the run have no effect if RUN_DIR holds one already."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run's folder; made if it does not exist."""
 
     peer_threads: int | None = None

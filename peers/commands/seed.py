@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -27,7 +28,7 @@ Examples:
 class SeedOptions(PeerOptions):
     """Serve a run."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run's folder, made by init."""
 
     identity: Path | None = None

@@ -84,7 +84,7 @@ def test_environment_values_have_the_options_types(
 
 
 def test_unknown_variable_names_the_close_match() -> None:
-    with pytest.raises(UserError, match="SWARM_PEER_THREDS.*did you mean SWARM_PEER_THREADS"):
+    with pytest.raises(UserError, match=r"SWARM_PEER_THREDS.*did you mean SWARM_PEER_THREADS"):
         parse("--stage", "0", environment={"SWARM_PEER_THREDS": "1"})
 
 

@@ -22,7 +22,7 @@ STATUS: dict[str, Any] = {
     "stage": 2,
     "step": 3,
     "total_steps": 24,
-    "loss": 1.98765,
+    "loss": 1.98764,
     "tokens_per_s": 1234.4,
     "upload_mbps": 1.25,
     "download_mbps": 20.0,
@@ -44,7 +44,7 @@ def test_status_line_shows_what_matters() -> None:
     for part in (
         "stage 2",
         "step 3/24",
-        "loss 1.9877",
+        "loss 1.9876",
         "1,234 tokens/s",
         "up 1.2 down 20.0 Mbit/s",
         "4 neigh",
@@ -75,7 +75,7 @@ def test_without_a_terminal_a_line_per_step_and_not_per_second() -> None:
 
 
 def test_live_line_is_given_back_at_the_end() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, highlight=False)
     with TerminalReporter(console=console) as reporter:
         reporter.status(STATUS)
         reporter.note("a note [with brackets]")

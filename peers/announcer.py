@@ -1,0 +1,76 @@
+"""What a peer says of itself on the noticeboard."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+from dht.identity import Identity
+from dht.noticeboard import Noticeboard
+from dht.records import ManifestPointer, PeerRecord
+from peers.lifecycle import Lifecycle
+from peers.snapshots import Snapshots
+from peers.status import StatusBoard
+from peers.trainer import Trainer
+from swarm.manifest import RunManifest
+
+logger = logging.getLogger("swarm_peer.announcer")
+
+
+class Announcer:
+    """Publishes this peer's record, as its state stands when asked. A seed also points to the manifest."""
+
+    def __init__(
+        self,
+        board: Noticeboard,
+        identity: Identity,
+        manifest: RunManifest,
+        stage: int | None,
+        addresses: tuple[str, ...],
+        lifecycle: Lifecycle,
+        status: StatusBoard,
+    ) -> None:
+        self.trainer: Trainer | None = None
+        self.snapshots: Snapshots | None = None
+        self._board, self._identity, self._manifest = board, identity, manifest
+        self._stage, self._addresses = stage, addresses
+        self._lifecycle, self._status = lifecycle, status
+
+    async def point_to_manifest(self) -> None:
+        """Say that the run's manifest can be had here."""
+        data = self._manifest.canonical_bytes()
+        pointer = ManifestPointer(
+            run_id=self._manifest.run_id,
+            peer_id=self._identity.peer_id,
+            public_key=self._identity.public_key,
+            incarnation=self._identity.incarnation,
+            manifest_sha256=hashlib.sha256(data).hexdigest(),
+            nbytes=len(data),
+            name=self._manifest.name,
+        )
+        await self._board.publish(pointer)
+
+    async def publish(self) -> None:
+        """Renew this peer's record; a failure is logged and the next one tries again."""
+        status, trainer, snapshots = self._status.snapshot(), self.trainer, self.snapshots
+        record = PeerRecord(
+            run_id=self._manifest.run_id,
+            peer_id=self._identity.peer_id,
+            public_key=self._identity.public_key,
+            incarnation=self._identity.incarnation,
+            role="seed" if self._stage is None else "stage",
+            stage=self._stage,
+            state=self._lifecycle.state,
+            step=trainer.version if trainer is not None else 0,
+            training=trainer is not None and trainer.started.is_set(),
+            addresses=self._addresses,
+            loss=status["loss"],
+            tokens_per_s=status["tokens_per_s"],
+            upload_mbps=status["upload_mbps"],
+            download_mbps=status["download_mbps"],
+            versions=tuple(snapshots.served[-32:]) if snapshots is not None else (),
+        )
+        try:
+            await self._board.publish(record)
+        except (TimeoutError, OSError) as error:
+            logger.warning("could not publish this peer's record: %s", error or type(error).__name__)
