@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import tyro
 

@@ -20,6 +20,7 @@ import transformers.models.qwen2.modeling_qwen2
 
 import peers.commands.build
 import peers.peer
+from peers.cli import EXIT_USAGE, user_message
 from peers.local import decode_config
 from peers.reporting import JsonReporter
 from peers.zygote import Zygote
@@ -44,8 +45,11 @@ def entry(request: dict[str, Any], descriptor: int) -> int:
     try:
         return peers.peer.run_peer(decode_config(request["config"]), reporter)
     except Exception as error:
-        reporter.note(f"error: {type(error).__name__}: {error}")
-        raise
+        message = user_message(error)
+        reporter.note(f"error: {message or f'{type(error).__name__}: {error}'}")
+        if message is None:
+            raise
+        return EXIT_USAGE
 
 
 def main() -> None:

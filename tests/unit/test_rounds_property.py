@@ -182,12 +182,13 @@ class Member:
             self.held_back.append((step, key))
         else:
             self.ledger.add(key)
+            self.world.on_done(step, key)
             self.report()
 
     def report(self) -> None:
-        """The shell reports a settled ledger once all slots have ended (which is when all keys have gone out)."""
+        """The shell reports a settled ledger once all slots have ended: every key was done by somebody once."""
         step = self.core.step
-        if self.core._plan == plan_of(step) and self.world.is_handed_out(step):
+        if self.core._plan == plan_of(step) and self.world.done[step] == KEYS:
             keys = tuple(sorted(self.ledger))
             arrival = Arrival(step, plan_of(step), keys, len(keys))
             self.run(self.core.on_ready(arrival, self.world.sim.now))
@@ -202,6 +203,7 @@ class Stage:
         self.network = Network(self.sim)
         self.decided: defaultdict[int, set[str]] = defaultdict(set)
         self.groups: dict[str, Group] = {}
+        self.done: defaultdict[int, set[CompactKey]] = defaultdict(set)
         self._started: defaultdict[str, set[str]] = defaultdict(set)
         self._places: dict[int, dict[CompactKey, str]] = {}
         self._known_dead: set[str] = set()
@@ -284,8 +286,16 @@ class Stage:
         for key in sorted(KEYS):
             self._place(step, key, self.sim.random.choice(targets))
 
-    def is_handed_out(self, step: int) -> bool:
-        return len(self._places.get(step, {})) == len(KEYS)
+    def on_done(self, step: int, key: CompactKey) -> None:
+        """A key's gradient is back at its source; with the last of them the slots end, and all hear of it."""
+        self.done[step].add(key)
+        if self.done[step] == KEYS:
+            for member in self.living:
+                self.sim.after(self.sim.random.uniform(0.0, 0.3), self._hear_end, member)
+
+    def _hear_end(self, member: Member) -> None:
+        if not member.is_dead:
+            member.report()
 
     def replay(self, dead: str) -> None:
         """What went to a dead member goes to living ones; those that have committed the step refuse it."""
@@ -304,8 +314,6 @@ class Stage:
     # -- the claims --------------------------------------------------------------------------------------
 
     def run(self, deadline_s: float) -> None:
-        for step in range(STEPS):
-            self.hand_out(step)
         ended = self.sim.run(lambda: all(m.core.step == STEPS for m in self.living), deadline_s)
         story = f"seed {self.seed}\n" + "\n".join(self.sim.log[-40:])
         applied: defaultdict[int, set[tuple[str, str]]] = defaultdict(set)
