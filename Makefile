@@ -1,4 +1,4 @@
-# make demo   a whole swarm on this machine: trains, exports, evaluates (about ten minutes on two cores)
+# make demo   a whole swarm on this machine: trains, exports, evaluates
 # make test   the test suite
 # make lint   ruff and mypy
 # Each sets up .venv by itself, once, and again when pyproject.toml or constraints.txt change.

@@ -10,8 +10,11 @@ import difflib
 import importlib
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -53,6 +56,9 @@ _USER_ERRORS = (
     ("dht.addresses", "AddressError"),
     ("dht.host", "HostError"),
     ("dht.dial", "DialError"),
+    ("dht.clock", "ClockSkewError"),
+    ("dht.noticeboard", "NoticeboardError"),
+    ("peers.zygote", "ZygoteError"),
     ("peers.transfer", "TransferError"),
     ("peers.checkpoint", "CheckpointError"),
 )
@@ -70,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"swarm-peer {version()}")
         return 0
     try:
-        return _run(arguments[0], arguments[1:])
+        with _sigterm_as_interrupt():
+            return _run(arguments[0], arguments[1:])
     except KeyboardInterrupt:
         print("swarm-peer: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -87,6 +94,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(__name__).debug("cause", exc_info=error)
         print(f"swarm-peer: error: {message}", file=sys.stderr)
         return EXIT_USAGE
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl+C, so that half-made files and child processes are cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -99,7 +99,7 @@ class PeerView:
     @property
     def is_finished(self) -> bool:
         """Whether it has applied, and kept, the run's last step."""
-        return bool(self.status.get("is_finished")) or self.status.get("state") == "offline"
+        return bool(self.status.get("is_finished"))
 
     @property
     def state(self) -> str:

@@ -146,8 +146,11 @@ class RunManifest(BaseModel):
         )
 
     def canonical_bytes(self) -> bytes:
-        """What the owner signs: the manifest without its signature, as sorted JSON."""
-        data = self.model_dump(mode="json", exclude={"signature"})
+        """What the owner signs: the manifest without its signature, as sorted JSON.
+
+        Fields that a later version of the program adds, with a default, are not part of an older manifest.
+        """
+        data = self.model_dump(mode="json", exclude={"signature"}, exclude_unset=True)
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
     def signed(self, key: Ed25519PrivateKey) -> RunManifest:
@@ -155,7 +158,8 @@ class RunManifest(BaseModel):
         public = (
             key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw).hex()
         )
-        unsigned = self.model_copy(update={"owner_public_key": public, "signature": ""})
+        data = self.model_dump(mode="json") | {"owner_public_key": public, "signature": ""}
+        unsigned = RunManifest.model_validate(data)  # every field counts as set: defaults are signed too
         return unsigned.model_copy(update={"signature": key.sign(unsigned.canonical_bytes()).hex()})
 
     def verify(self, run_id: str | None = None) -> None:
@@ -176,7 +180,8 @@ class RunManifest(BaseModel):
 
     def to_bytes(self) -> bytes:
         """Wire form: JSON with the signature."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, allow_nan=False).encode()
+        data = self.model_dump(mode="json", exclude_unset=True)
+        return json.dumps(data, sort_keys=True, allow_nan=False).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunManifest:
@@ -197,7 +202,8 @@ class RunManifest(BaseModel):
     def save(self, path: Path) -> None:
         """Write the manifest as YAML, atomically."""
         temporary = path.with_suffix(".tmp")
-        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+        data = self.model_dump(mode="json", exclude_unset=True)
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110)
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
 

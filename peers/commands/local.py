@@ -114,6 +114,8 @@ def fork_zygote() -> Zygote:
     from peers.commands.evaluate import quiet_transformers
 
     quiet_transformers()
+    import transformers.models.llama.modeling_llama  # noqa: F401  (what all families' modules import in turn)
+
     import peers.peer  # noqa: F401  (shared by all peers)
     from peers.local import peer_entry
     from peers.zygote import Zygote

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 0.5
 _PLAIN_S = 15.0
+_STALL_S = 60.0
 
 
 class SwarmTable:
@@ -33,6 +34,7 @@ class SwarmTable:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._drawn_at = float("-inf")
         self._step = -1
+        self._stepped_at = time.monotonic()
 
     def __enter__(self) -> Self:
         """Start drawing."""
@@ -53,27 +55,31 @@ class SwarmTable:
     def show(self, swarm: LocalSwarm) -> None:
         """Draw, if it is time to."""
         now = time.monotonic()
+        step = max((int(peer.status.get("step") or 0) for peer in swarm.trainers), default=0)
+        is_news = step != self._step
+        if is_news:
+            self._step, self._stepped_at = step, now
         if self._console.is_terminal:
             if now - self._drawn_at >= _REDRAW_S:
                 self._drawn_at = now
                 self._live.update(self._render(swarm), refresh=True)
             return
-        step = max((int(peer.status.get("step") or 0) for peer in swarm.trainers), default=0)
-        if step != self._step or now - self._drawn_at >= _PLAIN_S:
-            self._step, self._drawn_at = step, now
+        if is_news or now - self._drawn_at >= _PLAIN_S:
+            self._drawn_at = now
             self._console.print(self._headline(swarm), markup=False)
 
     def _headline(self, swarm: LocalSwarm) -> str:
         alive = [peer for peer in swarm.trainers if peer.is_alive]
-        step = max((int(peer.status.get("step") or 0) for peer in swarm.trainers), default=0)
         loss = swarm.losses.get(max(swarm.losses)) if swarm.losses else None
         speed = max((float(peer.status.get("tokens_per_s") or 0) for peer in alive), default=0.0)
-        text = f"step {step}/{swarm.total_steps}"
+        text = f"step {max(0, self._step)}/{swarm.total_steps}"
         if loss is not None:
             text += f"  loss {loss:.4f}"
         if speed:
             text += f"  {speed:,.0f} tokens/s"
         text += f"  {len(alive)} of {len(swarm.trainers)} peers"
+        if (still_s := time.monotonic() - self._stepped_at) >= _STALL_S:
+            text += f"  no step for {still_s:.0f} s"
         if swarm.interrupts:
             text += "  ending (again Ctrl+C: at once)"
         return text

@@ -63,13 +63,14 @@ class Network:
     def __init__(self, simulation: Simulation, longest_s: float = 0.2) -> None:
         self.simulation = simulation
         self.dead: set[str] = set()
+        self.broken: set[frozenset[str]] = set()
         self._longest_s = longest_s
         self._last: dict[tuple[str, str], float] = {}
         self._on_way: list[Message] = []
 
     def send(self, source: str, target: str, deliver: Callable[[], None], *, is_bulk: bool = False) -> None:
-        """Send a message; on a link whose other end is dead it is lost."""
-        if source in self.dead or target in self.dead:
+        """Send a message; on a link that is down, or whose other end is dead, it is lost."""
+        if source in self.dead or target in self.dead or frozenset((source, target)) in self.broken:
             return
         simulation = self.simulation
         at = simulation.now + simulation.random.uniform(0.001, self._longest_s)
@@ -100,11 +101,17 @@ class Network:
             message.is_lost = message.is_lost or message.target == victim
 
     def flap(self, one: str, other: str) -> None:
-        """The link between two living nodes breaks and stands again: what was on its way is lost."""
+        """The link between two living nodes breaks and stands again.
+
+        Of what was on its way some is lost; the rest arrives before anything that is sent over the new link.
+        """
         self.simulation.note(f"{one} -- {other} flaps")
-        for message in self._on_way:
-            if {message.source, message.target} == {one, other}:
-                message.is_lost = True
+        coming = [m for m in self._on_way if {m.source, m.target} == {one, other} and not m.is_lost]
+        for message in sorted(coming, key=lambda m: m.at):
+            is_lost = self.simulation.random.random() < 0.5
+            if not is_lost and message.target not in self.dead:
+                message.deliver()
+            message.is_lost = True
 
     def _tell(self, other: str, on_lost: Callable[[str], None]) -> None:
         if other not in self.dead:
