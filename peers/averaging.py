@@ -66,7 +66,6 @@ class Averaging:
         self._task: asyncio.Task[None] | None = None
         self._average: tuple[str, Tensor] | None = None
         self._early: OrderedDict[str, list[tuple[str, Frame]]] = OrderedDict()
-        self._is_applying = False
         self.seconds = 0.0
         self.outcomes: Counter[str] = Counter()
         self._began = 0.0
@@ -90,8 +89,7 @@ class Averaging:
                 group, reason = need(frame.header, "group", str), need(frame.header, "reason", str)
                 self.run(self.core.on_failed(peer, group, known_reason(reason), now))
             case Kind.COMMIT:
-                if not self._is_applying:
-                    self.run(self.core.on_commit(peer, parse_commit(frame.header), now))
+                self.run(self.core.on_commit(peer, parse_commit(frame.header), now))
             case _:
                 raise FrameError("kind", f"{frame.kind} is no frame of a round")
 
@@ -105,15 +103,11 @@ class Averaging:
 
     def on_peer_lost(self, peer: str) -> None:
         """A replica is lost."""
-        if not self._is_applying:
-            self.run(self.core.on_peer_lost(peer, time.monotonic()))
-        else:
-            self.core.lose(peer)
+        self.run(self.core.on_peer_lost(peer, time.monotonic()))
 
     def tick(self) -> None:
         """Time passes."""
-        if not self._is_applying:
-            self.run(self.core.tick(time.monotonic()))
+        self.run(self.core.tick(time.monotonic()))
 
     # -- actions -----------------------------------------------------------------------------------------
 
@@ -130,7 +124,6 @@ class Averaging:
                 case rounds.CancelExchange():
                     self._cancel()
                 case rounds.Apply(commit):
-                    self._is_applying = True
                     self._tasks.create_task(self._apply(commit))
                 case rounds.AskGone(peers):
                     for peer in peers:
@@ -197,8 +190,6 @@ class Averaging:
             # Every member holds the same bytes, so every member refuses them.
             logger.error("step %d applies nothing: %s", commit.step, error)
             self.outcomes["not_finite"] += 1
-        finally:
-            self._is_applying = False
         self._average = None
         self._early.clear()
         self.outcomes["committed"] += 1

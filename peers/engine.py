@@ -66,7 +66,7 @@ class Engine:
             if job is not None and future.set_running_or_notify_cancel():
                 try:
                     future.set_result(job())
-                except BaseException as error:  # noqa: BLE001 - the error belongs to whoever awaits the job
+                except BaseException as error:
                     future.set_exception(error)
             self.busy_s += time.perf_counter() - started
         while not self._jobs.empty():

@@ -32,6 +32,8 @@ class Phase(Enum):
     EXCHANGING = "exchanging"
     DIGESTED = "digested"
     """It holds an average and waits for the COMMIT."""
+    APPLYING = "applying"
+    """The COMMIT is decided or has come; the average is being applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,10 @@ class RoundCore:
         self._next_arrivals: dict[str, Arrival] = {}
         self._digests: dict[str, str] = {}
         self._held: tuple[str, str] | None = None
+        self._decided: Commit | None = None
         self._not_before = 0.0
         self._retry_s = RETRY_FIRST_S
-        self._asked_gone_at = -WITNESS_EVERY_S
+        self._asked_at = -WITNESS_EVERY_S
 
     # -- what others may ask ---------------------------------------------------------------------------
 
@@ -139,10 +142,14 @@ class RoundCore:
 
     def on_plan(self, plan: str, keys: frozenset[CompactKey], now: float) -> list[Action]:
         """The plan of the current step, or one that replaces it."""
+        actions: list[Action] = []
         if plan != self._plan:
-            self._plan, self._plan_keys, self._mine = plan, keys, None
-            self._arrivals.clear()
-        return self._form(now)
+            if self.phase in (Phase.EXCHANGING, Phase.DIGESTED):
+                actions = self._abandon("key", now)
+            self._plan, self._plan_keys, self._mine, self._held = plan, keys, None, None
+            # Others may have known this plan before: their reports stand, those under another are void.
+            self._arrivals = {peer: a for peer, a in self._arrivals.items() if a.plan == plan}
+        return actions + self._form(now)
 
     def on_ready(self, arrival: Arrival, now: float) -> list[Action]:
         """This peer's ledger is settled and every slot of the plan has ended (again, if it grew)."""
@@ -165,7 +172,10 @@ class RoundCore:
             # The sender has committed this step; its answer to our own ARRIVE is that COMMIT.
             if arrival.step == self.step + 1:
                 self._next_arrivals[peer] = arrival
-            return [Send(peer, Kind.ARRIVE, self._mine)] if self._mine is not None else []
+            is_behind = self._mine is not None and self.phase is not Phase.APPLYING
+            return [Send(peer, Kind.ARRIVE, self._mine)] if is_behind and self._mine else []
+        if self._decided is not None:
+            return [Send(peer, Kind.COMMIT, self._decided)] if peer in self._decided.roster else []
         self._arrivals[peer] = arrival
         return self._form(now)
 
@@ -177,9 +187,16 @@ class RoundCore:
             return []
         if group.step > self.step:
             return [Send(peer, Kind.ARRIVE, mine)] if mine is not None else []
-        if group.attempt <= self.attempt or (self.phase is Phase.DIGESTED and peer != self.leader):
+        is_decided = self.phase is Phase.APPLYING
+        if (
+            group.attempt <= self.attempt
+            or is_decided
+            or (self.phase is Phase.DIGESTED and peer != self.leader)
+        ):
             self.failures["late"] += 1
-            return [Send(peer, Kind.FAILED, (group.id, "late"))]
+            again = mine is not None and not is_decided
+            report: list[Action] = [Send(peer, Kind.ARRIVE, mine)] if again and mine is not None else []
+            return [Send(peer, Kind.FAILED, (group.id, "late")), *report]
         position = group.members.index(self.me)
         if mine is None or mine.plan != group.plan or mine.ledger_hash != group.ledgers[position]:
             self.failures["key"] += 1
@@ -224,8 +241,14 @@ class RoundCore:
 
     def on_digest(self, peer: str, group: str, digest: str, now: float) -> list[Action]:
         """DIGEST of a member, at the leader."""
+        for known in (self._decided, self.last_commit):
+            if known is not None and known.group == group and peer != self.me:
+                return [Send(peer, Kind.COMMIT, known)]  # it said so again: our COMMIT was lost with a link
         current = self.group
-        if current is None or current.id != group or current.leader != self.me or peer not in current.members:
+        if current is None or current.id != group or current.leader != self.me:
+            # That attempt has failed here, and the word of it was lost.
+            return [Send(peer, Kind.FAILED, (group, "late"))] if peer in self.roster else []
+        if peer not in current.members:
             return []
         self._digests[peer] = digest
         if len(self._digests) < len(current.members):
@@ -236,37 +259,47 @@ class RoundCore:
 
     def on_commit(self, peer: str, commit: Commit, now: float) -> list[Action]:
         """COMMIT of a leader, or of a member that had it from one."""
-        if commit.step != self.step or peer not in self.roster:
+        if commit.step != self.step or peer not in self.roster or self.phase is Phase.APPLYING:
             return []
         if self.me not in commit.roster or self._held != (commit.group, commit.digest):
             return [OutOfStep(commit)]
-        return [Apply(commit)]
+        return self._decide(commit)
 
     def on_applied(self, commit: Commit) -> None:
         """The average of the commit is applied: the next step begins with its roster."""
         self.last_commit = commit
         self.step, self.attempt, self.roster = commit.step + 1, 0, commit.roster
         self.phase, self.group, self._held, self._mine = Phase.GATHERING, None, None, None
+        self._decided = None
         self._plan, self._plan_keys = "", frozenset()
         self._arrivals, self._next_arrivals = self._next_arrivals, {}
         self._digests.clear()
         self._not_before, self._retry_s = 0.0, RETRY_FIRST_S
 
     def on_peer_up(self, peer: str, now: float) -> list[Action]:
-        """A replica's link is up."""
+        """A replica's link is up (again): what was under way on the old one may be lost, and is repeated."""
         self._alive.add(peer)
         self._gone.discard(peer)
-        return self._report(now) if self._mine is not None and self.phase is Phase.GATHERING else []
-
-    def lose(self, peer: str) -> None:
-        """A replica is lost while a COMMIT is being applied: only noted."""
-        self._alive.discard(peer)
-        self._next_arrivals.pop(peer, None)
+        group = self.group
+        if self._decided is not None:
+            is_due = self._decided.leader == self.me and peer in self._decided.roster
+            return [Send(peer, Kind.COMMIT, self._decided)] if is_due else []
+        if group is None or peer not in group.members:
+            return self._report(now)
+        if group.leader == self.me:
+            return [] if peer in self._digests else self._fail_group("disconnected", now)
+        if self.phase is Phase.DIGESTED:
+            is_leader = peer == group.leader and self._held is not None
+            return [Send(peer, Kind.DIGEST, self._held)] if is_leader and self._held else []
+        return self._withdraw(group, now)
 
     def on_peer_lost(self, peer: str, now: float) -> list[Action]:
         """A replica is lost."""
-        self.lose(peer)
+        self._alive.discard(peer)
         self._arrivals.pop(peer, None)
+        self._next_arrivals.pop(peer, None)
+        if self.phase is Phase.APPLYING:
+            return []
         actions: list[Action] = []
         group = self.group
         if group is not None and peer in group.members:
@@ -277,6 +310,8 @@ class RoundCore:
             if not settled:
                 if group.leader == self.me:
                     return self._fail_group("disconnected", now)
+                if peer != group.leader:
+                    return self._withdraw(group, now)
                 actions = self._abandon("disconnected", now)
         return actions + (self._report(now) if self.phase is Phase.GATHERING else [])
 
@@ -315,11 +350,11 @@ class RoundCore:
             self.me: mine
         }
         if len(arrivals) < len(present):
-            return []
+            return self._inquire([peer for peer in present if peer not in arrivals], mine, now)
         if not self._has_quorum(present):
-            if now - self._asked_gone_at < WITNESS_EVERY_S:
+            if now - self._asked_at < WITNESS_EVERY_S:
                 return []
-            self._asked_gone_at = now
+            self._asked_at = now
             return [AskGone(tuple(p for p in self.roster if p not in present and p not in self._gone))]
         held = {arrival.held for arrival in arrivals.values()}
         if len(held) == 1 and self._held is not None:
@@ -345,6 +380,13 @@ class RoundCore:
         sends: list[Action] = [Send(peer, Kind.GROUP, group) for peer in members if peer != self.me]
         return [*sends, *self._enter(group)]
 
+    def _inquire(self, missing: list[str], mine: Arrival, now: float) -> list[Action]:
+        """In doubt about a group whose leader died: one of the others may have had its COMMIT."""
+        if self._held is None or now - self._asked_at < WITNESS_EVERY_S:
+            return []
+        self._asked_at = now
+        return [Send(peer, Kind.ARRIVE, mine) for peer in missing]
+
     def _has_quorum(self, members: list[str]) -> bool:
         voters = [peer for peer in self.roster if peer not in self._gone]
         present = sum(1 for peer in members if peer in voters)
@@ -365,6 +407,11 @@ class RoundCore:
             return []
         self.phase = Phase.GATHERING
         return [CancelExchange(), Freeze(False)]
+
+    def _withdraw(self, group: Group, now: float, reason: str = "disconnected") -> list[Action]:
+        """A member leaves the attempt, tells its leader, and reports for the next one."""
+        told = Send(group.leader, Kind.FAILED, (group.id, reason))
+        return [*self._abandon(reason, now), told, *self._report(now)]
 
     def _abandon(self, reason: str, now: float) -> list[Action]:
         self.failures[reason] += 1
@@ -388,4 +435,8 @@ class RoundCore:
         plan, sources = self._make_plan(self.step + 1, attempt, group, roster)
         commit = Commit(group, self.step, attempt, digest, self.me, roster, plan, sources)
         sends: list[Action] = [Send(peer, Kind.COMMIT, commit) for peer in roster if peer != self.me]
-        return [*sends, Apply(commit)]
+        return [*sends, *self._decide(commit)]
+
+    def _decide(self, commit: Commit) -> list[Action]:
+        self.phase, self._decided = Phase.APPLYING, commit
+        return [Apply(commit)]

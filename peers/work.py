@@ -372,7 +372,12 @@ class WorkCore:
         self.router.remove(peer)
         for entry in self._entries.values():
             if entry.downstream == peer:
-                entry.downstream, entry.needs_route, entry.is_replay, entry.holders = None, True, True, "unknown"
+                entry.downstream, entry.needs_route, entry.is_replay, entry.holders = (
+                    None,
+                    True,
+                    True,
+                    "unknown",
+                )
                 self.counters["rerouted"] += 1
         return self.route(now)
 

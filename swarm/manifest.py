@@ -27,6 +27,16 @@ ARTIFACT_CHUNK_BYTES = 1024 * 1024
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases: a few of them can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse an alias, compose everything else."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("a manifest has no aliases")
+        return super().compose_node(parent, index)
+
+
 class ManifestError(ValueError):
     """A manifest that cannot be read, or is not what its signature says."""
 
@@ -188,7 +198,7 @@ class RunManifest(BaseModel):
         """Parse the wire form (JSON) or a YAML file. Raises ManifestError naming the first bad field."""
         try:
             # JSON first: YAML's parser is a hundred times slower on the long hash lists.
-            value = json.loads(data) if data[:1] == b"{" else yaml.safe_load(data)
+            value = json.loads(data) if data[:1] == b"{" else yaml.load(data, Loader=_PlainLoader)
             return cls.model_validate(value)
         except ValidationError as error:
             first = error.errors()[0]

@@ -78,7 +78,7 @@ class BasisConfig(_CodecModel):
         description="classes of tokens by magnitude, each with its own bits per coordinate",
     )
     escape_interval: int = Field(
-        default=128,
+        default=256,
         ge=2,
         description="one ordinary token in this many, the largest ones of a microbatch, is sent in full",
     )

@@ -101,8 +101,7 @@ class Member:
             case Kind.GROUP, Group() as group:
                 self.run(core.on_group(peer, group, now))
             case Kind.COMMIT, Commit() as commit:
-                if not self.applying:
-                    self.run(core.on_commit(peer, commit, now))
+                self.run(core.on_commit(peer, commit, now))
             case Kind.DIGEST, (group, digest):
                 self.run(core.on_digest(peer, group, digest, now))
             case Kind.FAILED, (group, reason):
@@ -112,10 +111,7 @@ class Member:
 
     def on_lost(self, peer: str) -> None:
         self.world.sim.note(f"{self.name} learns that {peer} is lost")
-        if self.applying:
-            self.core.lose(peer)
-        else:
-            self.run(self.core.on_peer_lost(peer, self.world.sim.now))
+        self.run(self.core.on_peer_lost(peer, self.world.sim.now))
 
     def answer_gone(self, peer: str) -> None:
         if not self.is_dead and peer in self.world.network.dead:
@@ -124,8 +120,7 @@ class Member:
     def tick(self) -> None:
         if self.is_dead:
             return
-        if not self.applying:
-            self.run(self.core.tick(self.world.sim.now))
+        self.run(self.core.tick(self.world.sim.now))
         self.world.sim.after(0.25, self.tick)
 
     # -- exchange and apply --------------------------------------------------------------------------------

@@ -1,0 +1,362 @@
+"""Averaging over in-memory links: equal bit for bit, right, and all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from torch import Tensor
+
+import peers.exchange
+from peers.engine import Engine
+from peers.exchange import Exchange, ExchangeError, Split
+from peers.frames import Frame, FrameError, Kind
+from peers.limits import LIMITS
+from peers.round_messages import Group
+from swarm.gradient.values import ValueFormat, decode_values, encode_values
+
+CHUNK = 16
+Tamper = Callable[[str, str, Kind, bytearray], None]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dataclasses.replace(LIMITS, averaging_chunk_elements=CHUNK, round_s=0.7)
+    monkeypatch.setattr(peers.exchange, "LIMITS", limits)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    yield engine
+    engine.stop()
+    thread.join()
+
+
+class Wire:
+    """One direction between two members; frames take a few turns of the loop, in any order."""
+
+    def __init__(self, mesh: Mesh, source: str, target: str) -> None:
+        self.mesh, self.source, self.target = mesh, source, target
+
+    async def send(self, kind: Kind, header: dict[str, Any], payload: list[memoryview]) -> None:
+        await self.mesh.pause()
+        if self.target in self.mesh.dead or self.source in self.mesh.dead:
+            raise ConnectionError(f"link to {self.target} closed while sending")
+        data = bytearray(b"".join(payload))
+        self.mesh.tamper(self.source, self.target, kind, data)
+        frame = Frame(kind, msgpack.unpackb(msgpack.packb(header)), (memoryview(data),))
+        self.mesh.deliver(self.source, self.target, frame)
+
+
+class Mesh:
+    """All members of a group."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        contributions: list[Tensor],
+        weights: list[int],
+        values: ValueFormat,
+        *,
+        dead: frozenset[str] = frozenset(),
+        seed: int = 0,
+        tamper: Tamper = lambda source, target, kind, data: None,
+    ) -> None:
+        self.names = [f"peer-{i}" for i in range(len(contributions))]
+        self.dead, self.tamper, self.random = set(dead), tamper, random.Random(seed)
+        self.refused: list[FrameError] = []
+        self.group = Group("g", 0, 1, self.names[0], tuple(self.names), tuple(weights), ("",) * len(weights), "")
+        self.exchanges = {
+            name: Exchange(self.group, name, contribution, values, engine, self._link_of(name))
+            for name, contribution in zip(self.names, contributions, strict=True)
+        }
+
+    def _link_of(self, source: str) -> Any:
+        return lambda target: Wire(self, source, target)
+
+    async def pause(self) -> None:
+        for _ in range(self.random.randint(0, 3)):
+            await asyncio.sleep(0)
+
+    def deliver(self, source: str, target: str, frame: Frame) -> None:
+        try:
+            self.exchanges[target].on_frame(source, frame)
+        except FrameError as error:
+            self.refused.append(error)
+
+    async def member(self, name: str) -> tuple[Tensor, str]:
+        await asyncio.sleep(self.random.choice([0, 0, 0.02]))
+        return await self.exchanges[name].run()
+
+    async def run(self) -> dict[str, tuple[Tensor, str] | BaseException]:
+        """Every living member's result or failure."""
+        living = [name for name in self.names if name not in self.dead]
+        results = await asyncio.gather(*(self.member(n) for n in living), return_exceptions=True)
+        return dict(zip(living, results, strict=True))
+
+
+def contributions(members: int, elements: int, scale: float = 1e-4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(members * 1000 + elements)
+    return [scale * torch.randn(elements, generator=generator) for _ in range(members)]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 20))
+
+
+@pytest.mark.parametrize("values", ["fp32", "fp16"])
+@pytest.mark.parametrize("members", [2, 3, 4])
+@pytest.mark.parametrize("elements", [1, 3, CHUNK * 2, CHUNK * 9 + 5])
+def test_members_hold_the_same_weighted_mean_bit_for_bit(
+    engine: Engine, values: ValueFormat, members: int, elements: int
+) -> None:
+    async def scenario() -> None:
+        vectors, weights = contributions(members, elements), [3, 0, 5, 11][:members]
+        kept = [vector.clone() for vector in vectors]
+        for seed in range(3):
+            mesh = Mesh(engine, vectors, weights, values, seed=seed)
+            results = await mesh.run()
+            averages = [result[0] for result in results.values() if isinstance(result, tuple)]
+            assert len(averages) == members and not mesh.refused
+            assert len({digest for _, digest in results.values()}) == 1  # type: ignore[misc]
+            assert all(torch.equal(average, averages[0]) for average in averages)
+            exact = sum(w * v.double() for w, v in zip(weights, vectors, strict=True)) / sum(weights)
+            allowed = 1e-6 if values == "fp32" else 2.0**-9
+            torch.testing.assert_close(averages[0].double(), exact, rtol=allowed, atol=1e-4 * allowed)
+        assert all(torch.equal(a, b) for a, b in zip(vectors, kept, strict=True))
+
+    run(scenario())
+
+
+def test_single_contributor_is_passed_on_exactly(engine: Engine) -> None:
+    async def scenario() -> None:
+        vectors = contributions(3, 50)
+        results = await Mesh(engine, vectors, [0, 7, 0], "fp32").run()
+        assert all(torch.equal(result[0], vectors[1]) for result in results.values())  # type: ignore[index]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_dead_member_fails_the_attempt_of_all_and_changes_nothing(engine: Engine, members: int) -> None:
+    async def scenario() -> None:
+        vectors = contributions(members, 200)
+        kept = [vector.clone() for vector in vectors]
+        mesh = Mesh(engine, vectors, [1] * members, "fp16", dead=frozenset(["peer-1"]))
+        results = await mesh.run()
+        assert len(results) == members - 1
+        assert all(isinstance(r, ExchangeError) and r.reason == "disconnected" for r in results.values())
+        assert all(torch.equal(a, b) for a, b in zip(vectors, kept, strict=True))
+
+    run(scenario())
+
+
+def test_member_that_dies_half_way_fails_the_attempt_or_leaves_equal_results(engine: Engine) -> None:
+    async def scenario() -> None:
+        for moment in range(0, 60, 7):
+            vectors, sent = contributions(3, 300), [0]
+            mesh = Mesh(engine, vectors, [1, 2, 3], "fp32", seed=moment)
+
+            def tamper(source: str, target: str, kind: Kind, data: bytearray) -> None:
+                sent[0] += 1
+                if sent[0] == moment:  # noqa: B023
+                    mesh.dead.add("peer-2")  # noqa: B023
+
+            mesh.tamper = tamper
+            results = await mesh.run()
+            held = [result for name, result in results.items() if name != "peer-2" and isinstance(result, tuple)]
+            assert len({digest for _, digest in held}) <= 1
+            failures = [result for result in results.values() if not isinstance(result, tuple)]
+            assert all(isinstance(failure, ExchangeError) for failure in failures)
+
+    run(scenario())
+
+
+def test_two_links_that_fail_in_two_ways_at_once_are_one_failure() -> None:
+    """Anything but ExchangeError would end the peer."""
+
+    async def no_pause() -> None:
+        """Both fail in the same turn of the loop."""
+
+    class Immediate:
+        def submit(self, priority: int, job: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+            future = asyncio.get_running_loop().create_future()
+            future.set_result(job(*arguments))
+            return future
+
+    async def scenario() -> None:
+        mesh = Mesh(Immediate(), contributions(3, 48), [0, 1, 0], "fp32", dead=frozenset(["peer-0"]))  # type: ignore[arg-type]
+        exchange = mesh.exchanges["peer-1"]
+        broken = Wire(mesh, "peer-1", "peer-0")
+        exchange._link_of = lambda target: broken if target == "peer-0" else None  # type: ignore[assignment,return-value]
+        mesh.pause = no_pause  # type: ignore[method-assign]
+        with pytest.raises(ExchangeError):
+            await exchange.run()
+
+    run(scenario())
+
+
+def test_member_that_says_nothing_fails_the_attempt_at_its_deadline(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers.exchange, "LIMITS", dataclasses.replace(LIMITS, round_s=0.1))
+
+    async def scenario() -> None:
+        mesh = Mesh(engine, contributions(2, 64), [1, 1], "fp32")
+        with pytest.raises(ExchangeError) as caught:
+            await mesh.exchanges["peer-0"].run()
+        assert caught.value.reason == "late"
+
+    run(scenario())
+
+
+def test_cancelled_attempt_leaves_the_gradient_and_no_task_behind(engine: Engine) -> None:
+    async def scenario() -> None:
+        vectors = contributions(2, 64)
+        kept, before = vectors[0].clone(), asyncio.all_tasks()
+        task = asyncio.create_task(Mesh(engine, vectors, [1, 1], "fp32").exchanges["peer-0"].run())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert torch.equal(vectors[0], kept)
+        assert asyncio.all_tasks() == before
+
+    run(scenario())
+
+
+def test_average_that_differs_for_one_member_shows_in_its_digest(engine: Engine) -> None:
+    def tamper(source: str, target: str, kind: Kind, data: bytearray) -> None:
+        if kind is Kind.AVERAGE and target == "peer-2" and source == "peer-0":
+            data[0] ^= 1
+
+    async def scenario() -> None:
+        results = await Mesh(engine, contributions(3, 100), [1, 1, 1], "fp32", tamper=tamper).run()
+        digests = [result[1] for result in results.values()]  # type: ignore[index]
+        assert digests[0] == digests[1] != digests[2]
+
+    run(scenario())
+
+
+def frame(kind: Kind, chunk: object, data: bytes) -> Frame:
+    return Frame(kind, {"group": "g", "chunk": chunk}, (memoryview(bytearray(data)),))
+
+
+@pytest.mark.parametrize(
+    ("sender", "bad"),
+    [
+        ("peer-1", frame(Kind.PART, 0, bytes(4 * CHUNK + 1))),
+        ("peer-1", frame(Kind.PART, 0, b"")),
+        ("peer-1", frame(Kind.PART, 3, bytes(4 * CHUNK))),  # the last chunk is shorter
+        ("peer-1", frame(Kind.PART, 4, bytes(4 * CHUNK))),
+        ("peer-1", frame(Kind.PART, -1, bytes(4 * CHUNK))),
+        ("peer-1", frame(Kind.PART, "0", bytes(4 * CHUNK))),
+        ("peer-1", frame(Kind.PART, 2, bytes(4 * CHUNK))),  # peer-1's own
+        ("peer-2", frame(Kind.PART, 0, bytes(4 * CHUNK))),  # weight 0
+        ("stranger", frame(Kind.PART, 0, bytes(4 * CHUNK))),
+        ("peer-1", frame(Kind.AVERAGE, 0, bytes(4 * CHUNK))),  # not its reducer
+    ],
+)
+def test_chunk_that_does_not_belong_is_refused_and_harms_nothing(engine: Engine, sender: str, bad: Frame) -> None:
+    async def scenario() -> None:
+        vectors = contributions(3, 3 * CHUNK + 4)
+        mesh = Mesh(engine, vectors, [1, 1, 0], "fp32")
+        mine = asyncio.create_task(mesh.exchanges["peer-0"].run())
+        await asyncio.sleep(0.01)
+        with pytest.raises(FrameError):
+            mesh.exchanges["peer-0"].on_frame(sender, bad)
+        others = [asyncio.create_task(mesh.exchanges[name].run()) for name in ("peer-1", "peer-2")]
+        average, _ = await mine
+        await asyncio.gather(*others)
+        torch.testing.assert_close(average, (vectors[0] + vectors[1]) / 2)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        frame(Kind.AVERAGE, 0, bytes(4 * CHUNK)),  # the receiver's own chunk
+        frame(Kind.PART, 3, bytes(4 * CHUNK)),  # the sender's own
+    ],
+)
+def test_bad_chunk_that_came_before_the_exchange_began_fails_no_more_than_the_attempt(
+    engine: Engine, bad: Frame
+) -> None:
+    """Anything but ExchangeError would end the peer."""
+
+    async def scenario() -> None:
+        mesh = Mesh(engine, contributions(2, 4 * CHUNK), [1, 1], "fp32")
+        mesh.deliver("peer-1", "peer-0", bad)
+        results = await mesh.run()
+        failures = [result for result in results.values() if isinstance(result, BaseException)]
+        assert all(isinstance(failure, ExchangeError) for failure in failures), failures
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", [Kind.PART, Kind.AVERAGE])
+def test_chunk_with_an_impossible_scale_fails_no_more_than_the_attempt(engine: Engine, kind: Kind) -> None:
+    """A hostile member of the group sends it: anything but ExchangeError would end the peer."""
+
+    def tamper(source: str, target: str, sent: Kind, data: bytearray) -> None:
+        if sent is kind and source == "peer-1":
+            data[:4] = b"\xff\xff\xff\x7f"
+
+    async def scenario() -> None:
+        results = await Mesh(engine, contributions(2, 4 * CHUNK), [1, 1], "fp16", tamper=tamper).run()
+        victim = results["peer-0"]
+        assert isinstance(victim, ExchangeError), repr(victim)
+
+    run(scenario())
+
+
+def test_part_that_comes_twice_counts_once(engine: Engine) -> None:
+    async def scenario() -> None:
+        vectors = contributions(2, 2 * CHUNK)
+        mesh = Mesh(engine, vectors, [1, 1], "fp32")
+        part = bytes(encode_values(vectors[1][:CHUNK], "fp32").numpy())
+        mesh.deliver("peer-1", "peer-0", frame(Kind.PART, 0, part))
+        results = await mesh.run()
+        for average, _ in results.values():  # type: ignore[misc]
+            torch.testing.assert_close(average, (vectors[0] + vectors[1]) / 2)
+        assert not mesh.refused, "a repeat is no offence of whoever answers it"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 7])
+@pytest.mark.parametrize("elements", [1, 2, 15, 16, 17, 1000])
+def test_split_gives_every_element_to_one_reducer_in_even_contiguous_shares(members: int, elements: int) -> None:
+    split = Split(elements, members)
+    covered = [index for chunk in range(split.chunks) for index in range(*split.span(chunk).indices(elements))]
+    assert covered == list(range(elements))
+    assert all(1 <= split.size(chunk) <= CHUNK for chunk in range(split.chunks))
+    reducers = [split.reducer(chunk) for chunk in range(split.chunks)]
+    assert reducers == sorted(reducers) and set(reducers) <= set(range(members))
+    shares = [reducers.count(member) for member in range(members)]
+    assert max(shares) - min(shares) <= 1
+
+
+def test_average_is_encoded_once_and_decoded_by_everybody(engine: Engine) -> None:
+    """So rounding is the same everywhere: what the reducer keeps is what it sent."""
+
+    async def scenario() -> None:
+        vectors = contributions(2, CHUNK)
+        results = await Mesh(engine, vectors, [1, 2], "fp16").run()
+        average = results["peer-0"][0]  # type: ignore[index]
+        half = CHUNK // 2
+        again = [decode_values(encode_values(part, "fp16"), "fp16", half) for part in average.split(half)]
+        assert torch.equal(torch.cat(again), average)
+
+    run(scenario())
