@@ -64,7 +64,7 @@ class Limits:
     """One attempt of an averaging round."""
     fetch_idle_s: float = 20.0
     """Between two chunks of a transfer."""
-    start_s: float = 5.0
+    start_s: float = 4.0
     """From proposing the first plan to the last acknowledgement."""
     start_refresh_s: float = 1.0
     """Between two looks at the noticeboard while the run has not started."""

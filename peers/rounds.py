@@ -20,6 +20,7 @@ from swarm.plan import group_id, seeded_order
 RETRY_FIRST_S = 0.2
 RETRY_CEILING_S = 5.0
 WITNESS_EVERY_S = 1.0
+REPORT_EVERY_S = 3.0
 
 PlanFactory = Callable[[int, int, str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]]
 """(next step, attempt, group id, roster) -> (plan bytes, sources); empty for stages other than 0."""
@@ -114,6 +115,7 @@ class RoundCore:
         self._not_before = 0.0
         self._retry_s = RETRY_FIRST_S
         self._asked_at = -WITNESS_EVERY_S
+        self._reported_at = 0.0
 
     # -- what others may ask ---------------------------------------------------------------------------
 
@@ -263,7 +265,9 @@ class RoundCore:
             return []
         if self.me not in commit.roster or self._held != (commit.group, commit.digest):
             return [OutOfStep(commit)]
-        return self._decide(commit)
+        # Who reported here took this peer for the leader; the real one may have died before it told them.
+        waiting = [other for other in self._arrivals if other in commit.roster and other != peer]
+        return [*(Send(other, Kind.COMMIT, commit) for other in waiting), *self._decide(commit)]
 
     def on_applied(self, commit: Commit) -> None:
         """The average of the commit is applied: the next step begins with its roster."""
@@ -322,7 +326,9 @@ class RoundCore:
         return self._form(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Time passes: a failed attempt is tried again, a missing witness asked again."""
+        """Time passes: a failed attempt is tried again, a missing witness asked, an old report repeated."""
+        if self.leader != self.me and now - self._reported_at >= REPORT_EVERY_S:
+            return self._report(now)
         return self._form(now)
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -332,6 +338,7 @@ class RoundCore:
             return []
         self._mine = Arrival(self._mine.step, self._mine.plan, self._mine.keys, self._mine.weight, self._held)
         if self.leader != self.me:
+            self._reported_at = now
             return [Send(self.leader, Kind.ARRIVE, self._mine)]
         return self._form(now)
 

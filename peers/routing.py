@@ -46,12 +46,16 @@ class Router(Generic[K]):
         """The peer is lost."""
         self._neighbours.pop(peer, None)
 
-    def choose(self, now: float) -> str | None:
-        """The peer expected to finish one more microbatch first; None if all are full or blocked."""
+    def choose(self, now: float, *, is_urgent: bool = False) -> str | None:
+        """The peer expected to finish one more microbatch first; None if all are full or blocked.
+
+        is_urgent: no window holds it back. A replay must never wait behind work of the next step, which in
+        turn waits for the step that needs the replay.
+        """
         best: tuple[float, int, str] | None = None
         for peer, neighbour in self._neighbours.items():
             load = len(neighbour.outstanding)
-            if load >= self.window or now < neighbour.blocked_until:
+            if (load >= self.window and not is_urgent) or now < neighbour.blocked_until:
                 continue
             cost = ((neighbour.seconds or 0.0) * (load + 1), load, peer)
             if best is None or cost < best:

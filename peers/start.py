@@ -1,9 +1,9 @@
 """How a run starts: the first source proposes the first plan, all sources acknowledge, it is in force.
 
 Pure. When every stage has `min_replicas` peers online, the first source in a seeded order proposes the
-rosters of all stages and the first plan. A source acknowledges one proposal at a time; an earlier one in
-the order displaces a later one. When all sources it names have acknowledged, the proposer declares START,
-which every peer passes on to its neighbours.
+rosters of all stages and the first plan. A source acknowledges one proposal at a time, its own included,
+and is bound by that for longer than any proposal is valid, so of two proposals with a source in common at
+most one is acknowledged by all. The proposer then declares START, which every peer passes on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from peers.limits import LIMITS
 from swarm.plan import MAX_ROSTER, MAX_SLOTS, seeded_order
 
 MAX_STAGES = 4096
+BOUND_FACTOR = 1.5
+"""A source is bound by its acknowledgement so much longer than the proposal is valid."""
 START_STEP = -1
 """The step that seeds the order of proposers."""
 
@@ -113,6 +115,8 @@ class StartCore:
             return []
         if self._proposed is not None and now - self._proposed_at < LIMITS.start_s:
             return []
+        if self._is_bound_to_another(self._me, now):
+            return []
         self._proposed = self._make_start(tuple(tuple(sorted(peers)) for peers in online))
         self._proposed_at = now
         self._acknowledged = (self._me, now)
@@ -129,17 +133,16 @@ class StartCore:
         sources = start.rosters[0]
         if self._me not in sources or peer not in sources or len(start.rosters) != self._stages:
             raise FrameError("start", "a proposal names proposer, receiver and all stages")
-        if self._acknowledged is not None:
-            earlier, since = self._acknowledged
-            outranks = self._order([earlier, peer])[0] == peer
-            if not outranks and now - since < LIMITS.start_s:
-                return []
+        if self._is_bound_to_another(peer, now):
+            return []
         self._acknowledged = (peer, now)
         return [Tell(peer, Kind.ACKNOWLEDGE, {"start": start.digest()})]
 
-    def on_acknowledge(self, peer: str, digest: str) -> list[Action]:
-        """A source acknowledges our proposal."""
+    def on_acknowledge(self, peer: str, digest: str, now: float) -> list[Action]:
+        """A source acknowledges our proposal. Too late is as good as never: the source may be free again."""
         if self.started is not None or self._proposed is None or digest != self._proposed.digest():
+            return []
+        if now - self._proposed_at > LIMITS.start_s:
             return []
         self._waiting_for.discard(peer)
         return [] if self._waiting_for else self.on_start(self._proposed)
@@ -150,6 +153,11 @@ class StartCore:
             return []
         self.started = start
         return [Begin(start)]
+
+    def _is_bound_to_another(self, peer: str, now: float) -> bool:
+        if self._acknowledged is None or self._acknowledged[0] == peer:
+            return False
+        return now - self._acknowledged[1] < BOUND_FACTOR * LIMITS.start_s
 
     def _order(self, peers: Sequence[str]) -> list[str]:
         return seeded_order(peers, self._run_seed, 0, START_STEP)

@@ -45,7 +45,7 @@ class Starter:
     def on_frame(self, link: Link, frame: Frame) -> None:
         """PROPOSE, ACKNOWLEDGE or START. Raises FrameError."""
         if frame.kind is Kind.ACKNOWLEDGE:
-            self._run(self.core.on_acknowledge(link.peer, need(frame.header, "start", str)))
+            self._run(self.core.on_acknowledge(link.peer, need(frame.header, "start", str), time.monotonic()))
             return
         message = start.parse_start(frame.header)
         if len(message.rosters) != self._manifest.model.stages:

@@ -392,7 +392,7 @@ class WorkCore:
                     entry.holders = "asked"
                     actions.append(AskHolders(entry))
                 continue
-            peer = self.router.choose(now)
+            peer = self.router.choose(now, is_urgent=entry.is_replay)
             if peer is None:
                 break
             actions.append(self._send(entry, peer, now))

@@ -75,7 +75,9 @@ class Mesh:
         self.names = [f"peer-{i}" for i in range(len(contributions))]
         self.dead, self.tamper, self.random = set(dead), tamper, random.Random(seed)
         self.refused: list[FrameError] = []
-        self.group = Group("g", 0, 1, self.names[0], tuple(self.names), tuple(weights), ("",) * len(weights), "")
+        self.group = Group(
+            "g", 0, 1, self.names[0], tuple(self.names), tuple(weights), ("",) * len(weights), ""
+        )
         self.exchanges = {
             name: Exchange(self.group, name, contribution, values, engine, self._link_of(name))
             for name, contribution in zip(self.names, contributions, strict=True)
@@ -161,23 +163,25 @@ def test_dead_member_fails_the_attempt_of_all_and_changes_nothing(engine: Engine
     run(scenario())
 
 
-def test_member_that_dies_half_way_fails_the_attempt_or_leaves_equal_results(engine: Engine) -> None:
+@pytest.mark.parametrize("moment", range(0, 60, 7))
+def test_member_that_dies_half_way_fails_the_attempt_or_leaves_equal_results(
+    engine: Engine, moment: int
+) -> None:
     async def scenario() -> None:
-        for moment in range(0, 60, 7):
-            vectors, sent = contributions(3, 300), [0]
-            mesh = Mesh(engine, vectors, [1, 2, 3], "fp32", seed=moment)
+        sent = [0]
+        mesh = Mesh(engine, contributions(3, 300), [1, 2, 3], "fp32", seed=moment)
 
-            def tamper(source: str, target: str, kind: Kind, data: bytearray) -> None:
-                sent[0] += 1
-                if sent[0] == moment:  # noqa: B023
-                    mesh.dead.add("peer-2")  # noqa: B023
+        def tamper(source: str, target: str, kind: Kind, data: bytearray) -> None:
+            sent[0] += 1
+            if sent[0] == moment:
+                mesh.dead.add("peer-2")
 
-            mesh.tamper = tamper
-            results = await mesh.run()
-            held = [result for name, result in results.items() if name != "peer-2" and isinstance(result, tuple)]
-            assert len({digest for _, digest in held}) <= 1
-            failures = [result for result in results.values() if not isinstance(result, tuple)]
-            assert all(isinstance(failure, ExchangeError) for failure in failures)
+        mesh.tamper = tamper
+        results = await mesh.run()
+        held = [result for name, result in results.items() if name != "peer-2" and isinstance(result, tuple)]
+        assert len({digest for _, digest in held}) <= 1
+        failures = [result for result in results.values() if not isinstance(result, tuple)]
+        assert all(isinstance(failure, ExchangeError) for failure in failures)
 
     run(scenario())
 
@@ -267,7 +271,9 @@ def frame(kind: Kind, chunk: object, data: bytes) -> Frame:
         ("peer-1", frame(Kind.AVERAGE, 0, bytes(4 * CHUNK))),  # not its reducer
     ],
 )
-def test_chunk_that_does_not_belong_is_refused_and_harms_nothing(engine: Engine, sender: str, bad: Frame) -> None:
+def test_chunk_that_does_not_belong_is_refused_and_harms_nothing(
+    engine: Engine, sender: str, bad: Frame
+) -> None:
     async def scenario() -> None:
         vectors = contributions(3, 3 * CHUNK + 4)
         mesh = Mesh(engine, vectors, [1, 1, 0], "fp32")
@@ -323,10 +329,15 @@ def test_chunk_with_an_impossible_scale_fails_no_more_than_the_attempt(engine: E
 
 def test_part_that_comes_twice_counts_once(engine: Engine) -> None:
     async def scenario() -> None:
-        vectors = contributions(2, 2 * CHUNK)
+        vectors, chunks = contributions(2, 4 * CHUNK), [0, 1]
         mesh = Mesh(engine, vectors, [1, 1], "fp32")
-        part = bytes(encode_values(vectors[1][:CHUNK], "fp32").numpy())
-        mesh.deliver("peer-1", "peer-0", frame(Kind.PART, 0, part))
+
+        def tamper(source: str, target: str, kind: Kind, data: bytearray) -> None:
+            if kind is Kind.AVERAGE and source == "peer-0" and chunks:  # peer-0 has reduced this chunk
+                part = encode_values(vectors[1][CHUNK * chunks[0] : CHUNK * (chunks[0] + 1)], "fp32")
+                mesh.deliver("peer-1", "peer-0", frame(Kind.PART, chunks.pop(0), bytes(part.numpy())))
+
+        mesh.tamper = tamper
         results = await mesh.run()
         for average, _ in results.values():  # type: ignore[misc]
             torch.testing.assert_close(average, (vectors[0] + vectors[1]) / 2)
@@ -337,9 +348,13 @@ def test_part_that_comes_twice_counts_once(engine: Engine) -> None:
 
 @pytest.mark.parametrize("members", [1, 2, 3, 7])
 @pytest.mark.parametrize("elements", [1, 2, 15, 16, 17, 1000])
-def test_split_gives_every_element_to_one_reducer_in_even_contiguous_shares(members: int, elements: int) -> None:
+def test_split_gives_every_element_to_one_reducer_in_even_contiguous_shares(
+    members: int, elements: int
+) -> None:
     split = Split(elements, members)
-    covered = [index for chunk in range(split.chunks) for index in range(*split.span(chunk).indices(elements))]
+    covered = [
+        index for chunk in range(split.chunks) for index in range(*split.span(chunk).indices(elements))
+    ]
     assert covered == list(range(elements))
     assert all(1 <= split.size(chunk) <= CHUNK for chunk in range(split.chunks))
     reducers = [split.reducer(chunk) for chunk in range(split.chunks)]

@@ -127,7 +127,17 @@ def test_wire_and_yaml_forms_keep_every_value_and_the_signature(tmp_path: Path) 
 
 
 @given(
-    st.floats(1e-30, 1e30), st.floats(0, 1), st.dictionaries(st.text(max_size=6), st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.text(max_size=6) | st.booleans() | st.none(), max_size=4)
+    st.floats(1e-30, 1e30),
+    st.floats(0, 1),
+    st.dictionaries(
+        st.text(max_size=6),
+        st.floats(allow_nan=False, allow_infinity=False)
+        | st.integers()
+        | st.text(max_size=6)
+        | st.booleans()
+        | st.none(),
+        max_size=4,
+    ),
 )
 @settings(max_examples=60, deadline=None)
 def test_floats_and_odd_strings_survive_yaml(rate: float, ratio: float, config: dict[str, Any]) -> None:

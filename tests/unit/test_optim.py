@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -56,7 +57,9 @@ def torch_alone(config: OptimizerConfig, steps: list[Tensor], limit: float | Non
     [
         OptimizerConfig(name="adamw", clip_norm=None, weight_decay=0.1, warmup_steps=2),
         OptimizerConfig(name="adamw", clip_norm=1.0, learning_rate=0.01, schedule="linear"),
-        OptimizerConfig(name="sgd", clip_norm=None, learning_rate=0.1, schedule="constant", weight_decay=0.01),
+        OptimizerConfig(
+            name="sgd", clip_norm=None, learning_rate=0.1, schedule="constant", weight_decay=0.01
+        ),
         OptimizerConfig(name="sgd", clip_norm=0.5, learning_rate=0.1, momentum=0.9),
     ],
 )
@@ -142,19 +145,27 @@ def test_rate_rises_to_its_peak_and_ends_at_its_share(
     warmup: int, total: int, schedule: str, final: float
 ) -> None:
     config = OptimizerConfig(
-        learning_rate=2.0, warmup_steps=warmup, schedule=schedule, final_ratio=final  # type: ignore[arg-type]
+        learning_rate=2.0,
+        warmup_steps=warmup,
+        schedule=schedule,
+        final_ratio=final,  # type: ignore[arg-type]
     )
     rates = [learning_rate(config, step, total) for step in range(total + warmup + 2)]
     assert all(0.0 < rate <= 2.0 for rate in rates[:warmup])
     assert rates[:warmup] == sorted(rates[:warmup])
     assert rates[warmup] == pytest.approx(2.0)
     after = rates[warmup:]
-    assert all(a >= b - 1e-12 for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
     expected = 2.0 if schedule == "constant" else 2.0 * final
     assert rates[-1] == pytest.approx(expected)
 
 
 def test_unknown_or_senseless_settings_are_refused() -> None:
-    for settings in ({"lr": 1e-3}, {"learning_rate": 0}, {"name": "adamw", "momentum": 0.9}, {"clip_norm": 0}):
+    for settings in (
+        {"lr": 1e-3},
+        {"learning_rate": 0},
+        {"name": "adamw", "momentum": 0.9},
+        {"clip_norm": 0},
+    ):
         with pytest.raises(ValidationError):
             OptimizerConfig(**settings)  # type: ignore[arg-type]

@@ -55,7 +55,10 @@ def codec(config: CodecConfig) -> BoundaryCodec:
 
 
 @given(
-    st.integers(1, 4), st.integers(0, 2**31), st.integers(2, 40), st.sampled_from([2, 300, 65_536, 65_537, 200_000])
+    st.integers(1, 4),
+    st.integers(0, 2**31),
+    st.integers(2, 40),
+    st.sampled_from([2, 300, 65_536, 65_537, 200_000]),
 )
 @settings(deadline=None)
 def test_batch_survives_the_wire_in_exactly_its_announced_bytes(
@@ -121,7 +124,12 @@ def test_forward_comes_back_as_batch_and_codec_payload(config: CodecConfig) -> N
     assert list(received) == list(coded)
     decoded = boundary.decode(received, work.codec_key)
     assert torch.equal(decoded, boundary.decode(coded, CodecKey.of(sent, 2)))
-    for cut in (payload[:-16], payload[: FORM.nbytes(2) - 1], payload[:0], joined([payload, memoryview(bytes(16))])):
+    for cut in (
+        payload[:-16],
+        payload[: FORM.nbytes(2) - 1],
+        payload[:0],
+        joined([payload, memoryview(bytes(16))]),
+    ):
         with pytest.raises(FrameError, match="size"):
             unpack_forward(cut, key(), PLAN, FORM, boundary)
 

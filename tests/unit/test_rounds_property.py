@@ -192,7 +192,9 @@ class Member:
 class Stage:
     """The members of one stage and the world around them."""
 
-    def __init__(self, seed: int, size: int, *, kills: int, flaps: int = 0, kill_at_send: bool = False) -> None:
+    def __init__(
+        self, seed: int, size: int, *, kills: int, flaps: int = 0, kill_at_send: bool = False
+    ) -> None:
         self.seed = seed
         self.sim = Simulation(seed)
         self.network = Network(self.sim)
@@ -240,8 +242,15 @@ class Stage:
         self.sim.after(self.sim.random.uniform(0.2, 2.0), self.replay, name)
         for member in self.living:
             group = member.group
-            if member.exchange and group is not None and name in group.members and self.sim.random.random() < 0.5:
-                self.sim.after(self.sim.random.uniform(0, 0.3), member.exchange_failed, group.id, "disconnected")
+            if (
+                member.exchange
+                and group is not None
+                and name in group.members
+                and self.sim.random.random() < 0.5
+            ):
+                self.sim.after(
+                    self.sim.random.uniform(0, 0.3), member.exchange_failed, group.id, "disconnected"
+                )
 
     def flap(self) -> None:
         if len(self.living) < 2:

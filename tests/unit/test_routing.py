@@ -127,20 +127,22 @@ def test_peer_that_comes_back_starts_without_what_it_owed() -> None:
 def test_outstanding_never_exceeds_the_window_nor_forgets_a_key(seed: int) -> None:
     chance, made = random.Random(seed), router("a", "b", "c", window=3)
     held: dict[int, str] = {}
-    for now in range(60):
-        if (peer := made.choose(float(now))) is not None and chance.random() < 0.7:
-            made.sent(peer, now, float(now))
-            held[now] = peer
+    for key in range(60):
+        now = float(key)
+        if (peer := made.choose(now)) is not None and chance.random() < 0.7:
+            made.sent(peer, key, now)
+            held[key] = peer
         if held and chance.random() < 0.5:
-            key = chance.choice(list(held))
-            peer = held.pop(key)
-            chance.choice(
-                [
-                    lambda p=peer, k=key: made.returned(p, k, float(now)),
-                    lambda p=peer, k=key: made.busy(p, k, float(now), 0.5),
-                    lambda p=peer, k=key: made.failed(p, k, float(now)),
-                    lambda p=peer, k=key: made.forget(p, k),
-                ]
-            )()
+            done = chance.choice(list(held))
+            match chance.randrange(4):
+                case 0:
+                    made.returned(held[done], done, now)
+                case 1:
+                    made.busy(held[done], done, now, 0.5)
+                case 2:
+                    made.failed(held[done], done, now)
+                case _:
+                    made.forget(held[done], done)
+            del held[done]
         for peer in "abc":
             assert made.outstanding(peer) == sum(1 for owner in held.values() if owner == peer) <= 3

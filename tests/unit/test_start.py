@@ -78,7 +78,7 @@ class Sources:
             case Kind.PROPOSE:
                 self._run(target, core.on_propose(source, parse_start(header), self.sim.now))
             case Kind.ACKNOWLEDGE:
-                self._run(target, core.on_acknowledge(source, str(header["start"])))
+                self._run(target, core.on_acknowledge(source, str(header["start"]), self.sim.now))
             case _:
                 self._run(target, core.on_start(parse_start(header)))
 
@@ -90,7 +90,9 @@ class Sources:
     def run(self) -> None:
         ended = self.sim.run(lambda: all(name in self.begun for name in self.living), DEADLINE_S)
         story = "\n".join(self.sim.log[-30:])
-        assert len({message.digest() for message in self.begun.values()}) <= 1, f"two starts in force\n{story}"
+        assert len({message.digest() for message in self.begun.values()}) <= 1, (
+            f"two starts in force\n{story}"
+        )
         assert ended, f"the run never started\n{story}"
 
 
@@ -161,7 +163,7 @@ def test_source_that_acknowledged_another_does_not_start_its_own() -> None:
     proposal = parse_start(tell.header)
     displacing = Start(0, (tuple(sorted(names)), ("x",)), b"other", (first,))
     answers = mine.on_propose(first, displacing, 0.1)
-    started = mine.on_acknowledge(third, proposal.digest())
+    started = mine.on_acknowledge(third, proposal.digest(), 0.0)
     assert not (answers and started)
 
 
@@ -169,7 +171,7 @@ def test_acknowledgement_of_an_earlier_proposal_counts_for_nothing() -> None:
     order = core("")._order(["a", "b"])
     mine = core(order[0])
     mine.tick(0.0, (order, ["x"]))
-    assert mine.on_acknowledge(order[1], "0" * 64) == []
+    assert mine.on_acknowledge(order[1], "0" * 64, 0.0) == []
 
 
 def test_start_survives_the_wire() -> None:
@@ -179,7 +181,14 @@ def test_start_survives_the_wire() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"rosters": []}, {"rosters": [["a", 1]]}, {"rosters": "ab"}, {"version": -1}, {"plan": "text"}, {"sources": None}],
+    [
+        {"rosters": []},
+        {"rosters": [["a", 1]]},
+        {"rosters": "ab"},
+        {"version": -1},
+        {"plan": "text"},
+        {"sources": None},
+    ],
 )
 def test_malformed_start_is_refused(change: dict[str, object]) -> None:
     header = Start(3, (("a",), ("c",)), b"plan", ("a",)).header()
