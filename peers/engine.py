@@ -46,8 +46,14 @@ class Engine:
         return self._jobs.qsize()
 
     def submit(self, priority: int, job: Callable[..., R], *arguments: Any) -> asyncio.Future[R]:
-        """Queue a job and await its result in the running loop. Its exception is raised at the await."""
+        """Queue a job and await its result in the running loop. Its exception is raised at the await.
+
+        After `stop` the job is cancelled at once.
+        """
         future: Future[R] = Future()
+        if self._stopped.is_set():
+            future.cancel()
+            return asyncio.wrap_future(future)
         self._jobs.put((priority, next(self._order), lambda: job(*arguments), future))
         return asyncio.wrap_future(future)
 

@@ -109,12 +109,16 @@ class Exchange:
                 for peer, frame in self._early:
                     self.on_frame(peer, frame)
                 await self._done
-        except* ExchangeError as errors:
-            raise ExchangeError("disconnected", str(errors.exceptions[0])) from errors
-        except* ConnectionError as errors:
-            raise ExchangeError("disconnected", str(errors.exceptions[0])) from errors
-        except* TimeoutError as errors:
-            raise ExchangeError("late", f"no result after {LIMITS.round_s:.0f} s") from errors
+        except TimeoutError as error:
+            raise ExchangeError("late", f"no result after {LIMITS.round_s:.0f} s") from error
+        except ExceptionGroup as group:
+            # Several jobs may fail at once and each in its own way: it is one failed attempt.
+            known, rest = group.split((ExchangeError, ConnectionError, ValueError))
+            if rest is not None or known is None:
+                raise
+            first = _first_of(known)
+            reason = "schema" if isinstance(first, ValueError) else "disconnected"
+            raise ExchangeError(reason, str(first)) from group
         finally:
             self._jobs = None
         digest = hashlib.sha256(b"".join(self._hashes[c] for c in range(self._split.chunks))).hexdigest()
@@ -134,6 +138,8 @@ class Exchange:
         if frame.kind is Kind.PART:
             if self._split.reducer(chunk) != self._me or sender not in self._contributors:
                 raise FrameError("range", f"chunk {chunk} is not reduced here")
+            if not self._missing(chunk):
+                return  # a repeat
             self._parts.setdefault(chunk, {})[sender] = data
             if not self._missing(chunk):
                 self._jobs.create_task(self._reduce(chunk))
@@ -162,8 +168,9 @@ class Exchange:
         return [encode_values(self._contribution[self._split.span(chunk)], self._values) for chunk in chunks]
 
     async def _reduce(self, chunk: int) -> None:
-        parts = self._parts.pop(chunk, {})
+        parts = self._parts.get(chunk, {})
         encoded = await self._engine.submit(JobPriority.ROUND, self._mean, chunk, parts)
+        parts.update(dict.fromkeys(parts, torch.empty(0)))  # the memory goes, the senders stay known
         for member in range(len(self.group.members)):
             if member != self._me:
                 await self._send(Kind.AVERAGE, member, chunk, encoded)
@@ -200,6 +207,13 @@ class Exchange:
         if link is None:
             raise ExchangeError("disconnected", f"no link to {self.group.members[member]}")
         await link.send(kind, {"group": self.group.id, "chunk": chunk}, [tensor_bytes(data)])
+
+
+def _first_of(group: ExceptionGroup[Exception]) -> Exception:
+    first: Exception = group
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    return first
 
 
 def group_of(frame: Frame) -> str:

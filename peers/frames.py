@@ -9,6 +9,7 @@ every tensor starts at a 16-byte boundary of the payload. No pickle, ever.
 
 from __future__ import annotations
 
+import reprlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,9 @@ def need(header: Mapping[str, Any], name: str, type_: type[T]) -> T:
     """A header field of exactly this type (bool is no int). Raises FrameError("header")."""
     value = header.get(name)
     if type(value) is not type_:
-        raise FrameError("header", f"field {name!r}: {type_.__name__} expected, got {value!r:.60}")
+        raise FrameError(
+            "header", f"field {name!r}: {type_.__name__} expected, got {reprlib.repr(value):.60}"
+        )
     return value
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from peers.frames import BULK_PRIORITY, PREFIX, Frame, FrameError, Kind, decode_
 from peers.limits import LIMITS, PROTOCOL_VERSION, Limits
 from peers.traffic import Traffic
 
+logger = logging.getLogger("swarm_peer.link")
 OnFrame = Callable[["Link", Frame], Awaitable[None] | None]
 
 
@@ -112,6 +114,7 @@ class Link:
         )
         self._order = itertools.count()
         self._offences = 0
+        self.has_offended = False
         self.payload_limit = LIMITS.payload_bytes
 
     @property
@@ -212,6 +215,10 @@ class Link:
                 await pending
         except FrameError as error:
             self.offend(error)
+        except Exception as error:
+            # A fault of our own: without this the stream would stand and never be read again.
+            logger.exception("a frame %s of %s could not be handled", frame.kind, self.peer)
+            self.close(f"fault while handling {frame.kind}: {error!r:.80}")
 
     def offend(self, error: FrameError) -> None:
         """Count a frame that was refused; after a few of them the link is dropped."""
@@ -219,6 +226,7 @@ class Link:
         self._offences += 1
         self.post(Kind.REFUSED, {"reason": error.reason, "detail": str(error)[:200]})
         if self._offences >= LIMITS.offences:
+            self.has_offended = True
             self.close(f"sent {self._offences} frames the protocol does not allow, the last: {error}")
 
     def _on_heartbeat(self, frame: Frame) -> None:

@@ -104,7 +104,9 @@ class Links:
     def want(self, peer: str, stage: int, addresses: Sequence[str]) -> None:
         """Ask for a link with this peer and keep it up until it is lost or dropped."""
         neighbour = self.neighbours.get(peer)
-        if peer == self.me or self._closing or (neighbour is not None and neighbour.task is not None):
+        if peer == self.me or self._closing or self._is_banned(peer):
+            return
+        if neighbour is not None and neighbour.task is not None:
             return
         is_dialler = self.hello.stage < stage or (self.hello.stage == stage and self.me < peer)
         if neighbour is None:
@@ -165,7 +167,9 @@ class Links:
                 link = neighbour.link
                 await link.run()
                 why = link.closed.result()
-                if why == "left":
+                if link.has_offended:
+                    self._banned[neighbour.peer] = time.monotonic() + LIMITS.offence_backoff_s
+                if why == "left" or link.has_offended:
                     reason = why
                     break
                 logger.info("link to %s (stage %d) broke: %s", short(neighbour.peer), neighbour.stage, why)
@@ -270,6 +274,7 @@ class Links:
                 index, total = need(frame.header, "index", int), need_count(frame.header, "total", 16)
                 name = need(frame.header, "link", str)[:32]
                 if refusal := self._refusal(peer, hello, index):
+                    self._traffic.refuse("hello")
                     await write_frame(writer, Frame(Kind.REFUSED, {"reason": refusal}))
                     writer.close()
                     return
@@ -303,12 +308,21 @@ class Links:
             return f"run {hello.run[:16]} where this peer trains {self.hello.run[:16]}"
         if index == PROBE_INDEX:
             return None
+        if self._is_banned(peer):
+            return "it sent frames the protocol does not allow, and is avoided for a while"
         if self._closing:
             return "leaving"
         half_open = sum(1 for owner, _ in self._bundles if owner == peer)
-        if len(self.neighbours) >= LIMITS.links or half_open > LIMITS.links_per_peer_bundles:
+        if len(self.open_links()) >= LIMITS.links or half_open > LIMITS.links_per_peer_bundles:
             return "too many links"
         return None
+
+    def _is_banned(self, peer: str) -> bool:
+        until = self._banned.get(peer)
+        if until is not None and time.monotonic() > until:
+            del self._banned[peer]
+            return False
+        return until is not None
 
     def _expire_bundles(self) -> None:
         now = time.monotonic()
@@ -336,8 +350,8 @@ def is_refusal(error: BaseException) -> bool:
 
     libp2p backs off for a few seconds after a failed dial and then reports the back-off instead of the cause.
     """
-    if isinstance(error, DialError) and error.cause == "refused":
-        return True
+    if isinstance(error, DialError):
+        return error.cause in ("refused", "backoff")
     text = str(error).lower()
     return "refused" in text or "backoff" in text
 

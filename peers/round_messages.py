@@ -6,6 +6,7 @@ Everything here arrives from remote peers: `parse_*` raise FrameError and nothin
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,7 @@ def parse_arrival(header: dict[str, Any]) -> Arrival:
     keys: list[CompactKey] = []
     for item in raw:
         if not isinstance(item, list) or len(item) != 2 or any(type(part) is not int for part in item):
-            raise FrameError("header", f"a ledger key is [slot, microbatch], got {item!r:.40}")
+            raise FrameError("header", f"a ledger key is [slot, microbatch], got {reprlib.repr(item):.40}")
         if not (0 <= item[0] < MAX_SLOTS and 0 <= item[1] < MAX_SAMPLES_PER_STEP):
             raise FrameError("range", f"ledger key {item} is out of range")
         keys.append((item[0], item[1]))

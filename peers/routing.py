@@ -96,6 +96,11 @@ class Router(Generic[K]):
             neighbour.blocked_until = now + neighbour.backoff_s
             neighbour.backoff_s = min(2 * neighbour.backoff_s, BACKOFF_CEILING_S)
 
+    def owed_by(self, peer: str) -> frozenset[K]:
+        """Keys this peer has not answered."""
+        neighbour = self._neighbours.get(peer)
+        return frozenset(neighbour.outstanding) if neighbour is not None else frozenset()
+
     def outstanding(self, peer: str) -> int:
         """Microbatches this peer has not returned."""
         neighbour = self._neighbours.get(peer)

@@ -239,6 +239,11 @@ class StageWorker:
         links = self._links.open_links(self.stage + 1)
         answers = await self._questions.ask(links, "holder", entry.key.pack(), is_enough=lambda a: a is True)
         holder = next((peer for peer, answer in answers.items() if answer is True), None)
+        if holder is None and not set(self.core.router.peers) <= set(answers):
+            # Somebody who may hold it did not answer (its link is down): asked again on the timer. Choosing
+            # another peer now would train the key twice, and no round could commit any more.
+            entry.holders = "unknown"
+            return
         self.run(self.core.on_holder(entry, holder, time.monotonic()))
 
 

@@ -149,11 +149,12 @@ class Trainer:
         """A link is up: what its peer may have missed is repeated."""
         if self.starter.core.started is not None:
             link.post(Kind.START, self.starter.core.started.header())
-        plan = self.worker.core.plan
-        if plan is not None:
-            link.post(Kind.PLAN, {"plan": plan.to_bytes()})
-            for slot in self._step_ends[plan.digest()]:
-                link.post(Kind.STEP_END, {"plan": plan.digest(), "slot": slot})
+        # The step before too: a neighbour may still need the end of a slot that this peer has committed.
+        for step in (self.version - 1, self.version):
+            if (plan := self._plans.of_step(step)) is not None:
+                link.post(Kind.PLAN, {"plan": plan.to_bytes()})
+                for slot in self._step_ends[plan.digest()]:
+                    link.post(Kind.STEP_END, {"plan": plan.digest(), "slot": slot})
         if link.hello.stage == self.stage + 1:
             self.worker.run(self.worker.core.on_peer_up(link.peer, time.monotonic()))
         elif link.hello.stage == self.stage:
@@ -194,8 +195,8 @@ class Trainer:
         samples = sum(len(slot.samples) for slot in plan.slots) if plan is not None else 0
         self.progress.finished_step(now, samples * self.manifest.data.sequence_length)
         self._moved_at, self._has_warned = now, False
-        if plan is not None:
-            self._step_ends.pop(plan.digest(), None)
+        if plan is not None and (before := self._plans.of_step(plan.step - 1)) is not None:
+            self._step_ends.pop(before.digest(), None)
         self.worker.run(core.on_commit(commit.step, now))
         if plan is not None and (plan.keep_snapshot or plan.is_last):
             self._on_snapshot(core.version)

@@ -364,7 +364,13 @@ class WorkCore:
     def on_peer_up(self, peer: str, now: float) -> list[Action]:
         """A link to a peer of the next stage is up (again): what it owes is repeated."""
         self.router.add(peer)
-        owed = [e for e in self._entries.values() if e.downstream == peer and e.phase is Phase.OUT]
+        # Replays of what this peer has done already are owed too, until they are answered.
+        outstanding = self.router.owed_by(peer)
+        owed = [
+            entry
+            for key, entry in self._entries.items()
+            if entry.downstream == peer and (entry.phase is Phase.OUT or key in outstanding)
+        ]
         return [self._send(entry, peer, now) for entry in owed] + self.route(now)
 
     def on_peer_lost(self, peer: str, now: float) -> list[Action]:

@@ -8,6 +8,7 @@ who runs a slot: that is an assignment, changed later without changing any key.
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
@@ -45,7 +46,9 @@ class MicrobatchKey(BaseModel):
     def unpack(cls, value: object) -> Self:
         """Parse the wire form. Raises ValueError."""
         if not isinstance(value, list) or len(value) != 4:
-            raise ValueError(f"a microbatch key is [step, plan, slot, microbatch], got {value!r:.80}")
+            raise ValueError(
+                f"a microbatch key is [step, plan, slot, microbatch], got {reprlib.repr(value):.80}"
+            )
         return cls(step=value[0], plan=value[1], slot=value[2], microbatch=value[3])
 
     def __str__(self) -> str:

@@ -29,6 +29,7 @@ from dht.host import (
     visible_addresses,
 )
 from dht.identity import Identity
+from tests.kit.processes import own_children
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +48,7 @@ def is_running(pid: int) -> bool:
 
 
 def own_daemons() -> list[int]:
-    return [p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [p.pid for p in own_children() if p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from dht.host import host_died, start_host, stop_host, visible_addresses
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard, NoticeboardError
 from dht.records import ManifestPointer, PeerRecord, encode_record, hivemind_peer_id, peers_key
+from tests.kit.processes import own_children
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +38,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     yield
-    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    left = [p for p in own_children() if p.status() != psutil.STATUS_ZOMBIE]
     assert left == []
 
 
@@ -360,6 +361,7 @@ from dht.clock import SwarmClock
 from dht.host import start_host, stop_host, visible_addresses
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
+from tests.kit.processes import own_children
 async def main():
     identity = Identity.load_or_create(None)
     identity.lock()

@@ -24,6 +24,7 @@ from peers.limits import LIMITS, PROTOCOL_VERSION
 from peers.link import Hello, Link, Stream, read_frame, write_frame
 from peers.links import HANDLER, Links, Liveness
 from peers.traffic import Traffic
+from tests.kit.processes import own_children
 
 pytestmark = pytest.mark.e2e
 RUN = "a" * 40
@@ -135,7 +136,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield world
         runner.run(world.close())
         patch.undo()
-        children = psutil.Process().children(recursive=True)
+        children = own_children()
         assert [child for child in children if child.status() != psutil.STATUS_ZOMBIE] == []
         assert list(Path(directory).iterdir()) == []
 
@@ -278,6 +279,9 @@ def test_repeated_offences_drop_the_link(world: World) -> None:
         await write_frame(streams[0].writer, Frame(Kind.QUERY))
         assert all([await ended(stream) for stream in streams])
         assert "frames the protocol does not allow" in link.closed.result()
+        with pytest.raises(AssertionError):
+            await world.link()  # it is avoided for a while
+        world.victim.links._banned.clear()
 
     world.run(scenario())
 

@@ -27,6 +27,7 @@ from peers.traffic import Traffic
 from swarm.activation.config import DenseConfig
 from swarm.data.index import ChunkInfo, DataIndex
 from swarm.manifest import ARTIFACT_CHUNK_BYTES, Artifact, ModelSection, RunManifest
+from tests.kit.processes import own_children
 
 MIB = ARTIFACT_CHUNK_BYTES
 NAME = "stage-0.safetensors"
@@ -99,7 +100,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
         yield swarm
         runner.run(swarm.close())
         patch.undo()
-        children = psutil.Process().children(recursive=True)
+        children = own_children()
         assert [child for child in children if child.status() != psutil.STATUS_ZOMBIE] == []
         assert list(Path(directory).iterdir()) == []
 

@@ -106,12 +106,15 @@ class Network:
         Of what was on its way some is lost; the rest arrives before anything that is sent over the new link.
         """
         self.simulation.note(f"{one} -- {other} flaps")
+        pair = frozenset((one, other))
+        self.broken.add(pair)  # answers to what arrives now go down with the old link
         coming = [m for m in self._on_way if {m.source, m.target} == {one, other} and not m.is_lost]
         for message in sorted(coming, key=lambda m: m.at):
             is_lost = self.simulation.random.random() < 0.5
             if not is_lost and message.target not in self.dead:
                 message.deliver()
             message.is_lost = True
+        self.broken.discard(pair)
 
     def _tell(self, other: str, on_lost: Callable[[str], None]) -> None:
         if other not in self.dead:

@@ -71,3 +71,10 @@ def test_two_killed_peers_of_one_stage_cost_no_key() -> None:
 def test_peers_killed_in_stages_that_are_no_neighbours_cost_no_key() -> None:
     check(range(40), (2, 1, 2, 2), victims=(0, 2), kill_at_action=True)
     check(range(40), (2, 1, 2, 2), victims=(0, 3))
+
+
+def test_replay_lost_with_a_link_is_repeated() -> None:
+    """Also of a key whose gradient is back already: the peer it goes to now needs it for its own ledger."""
+    for stage in (1, 2):
+        check(range(1100, 1150), (2, 2, 2), victims=(stage,), flaps=4, longest_break_s=1.0)
+        check(range(2000, 2030), (3, 3, 3), victims=(stage, stage), flaps=4, longest_break_s=1.0)
