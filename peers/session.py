@@ -90,6 +90,7 @@ class Session:
                 self._status.snapshot,
             )
             stack.push_async_callback(server.close)
+            self._reporter.note(f"metrics and status are served at {server.url}")
             files_server = FileServer(p2p, self._traffic)
             files_server.add_run(manifest, directory / "artifacts")
             await files_server.start()
