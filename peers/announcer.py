@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
@@ -53,6 +54,7 @@ class Announcer:
     async def publish(self) -> None:
         """Renew this peer's record; a failure is logged and the next one tries again."""
         status, trainer, snapshots = self._status.snapshot(), self.trainer, self.snapshots
+        loss: float | None = status["loss"]
         record = PeerRecord(
             run_id=self._manifest.run_id,
             peer_id=self._identity.peer_id,
@@ -62,9 +64,9 @@ class Announcer:
             stage=self._stage,
             state=self._lifecycle.state,
             step=trainer.version if trainer is not None else 0,
-            training=trainer is not None and trainer.started.is_set(),
+            training=trainer is not None and trainer.started.is_set() and self._lifecycle.state == "online",
             addresses=self._addresses,
-            loss=status["loss"],
+            loss=loss if loss is not None and math.isfinite(loss) else None,
             tokens_per_s=status["tokens_per_s"],
             upload_mbps=status["upload_mbps"],
             download_mbps=status["download_mbps"],

@@ -37,6 +37,12 @@ class RoundsOwner(Protocol):
     def freeze(self, is_frozen: bool) -> None:
         """Hold the step's ledger still, or release it."""
 
+    def seal(self, step: int) -> None:
+        """The step is decided: nothing may reach its accumulator any more."""
+
+    def check_commit(self, commit: Commit) -> None:
+        """Raise FrameError for a COMMIT whose next plan this run cannot have."""
+
     def on_applied(self, commit: Commit, norm: float | None) -> None:
         """A step is committed and applied. norm: of the averaged gradient; None if nothing was applied."""
 
@@ -89,7 +95,10 @@ class Averaging:
                 group, reason = need(frame.header, "group", str), need(frame.header, "reason", str)
                 self.run(self.core.on_failed(peer, group, known_reason(reason), now))
             case Kind.COMMIT:
-                self.run(self.core.on_commit(peer, parse_commit(frame.header), now))
+                commit = parse_commit(frame.header)
+                if commit.step == self.core.step:
+                    self._owner.check_commit(commit)
+                self.run(self.core.on_commit(peer, commit, now))
             case _:
                 raise FrameError("kind", f"{frame.kind} is no frame of a round")
 
@@ -124,6 +133,7 @@ class Averaging:
                 case rounds.CancelExchange():
                     self._cancel()
                 case rounds.Apply(commit):
+                    self._owner.seal(commit.step)
                     self._tasks.create_task(self._apply(commit))
                 case rounds.AskGone(peers):
                     for peer in peers:
@@ -143,27 +153,28 @@ class Averaging:
     def _begin(self, group: Group) -> None:
         self._average = None
         self._began = time.monotonic()
-        self._task = self._tasks.create_task(self._run_exchange(group))
+        if len(group.members) > 1 and sum(group.weights) > 0:
+            # Made before our own contribution is ready: others' parts may be here already.
+            numel = self._compute.trainable.numel
+            self._exchange = Exchange(group, self.core.me, numel, self._values, self._engine, self._links.get)
+            for peer, frame in self._early.pop(group.id, []):
+                self._exchange.on_frame(peer, frame)
+        self._task = self._tasks.create_task(self._run_exchange(group, self._exchange))
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
         self._task, self._exchange = None, None
 
-    async def _run_exchange(self, group: Group) -> None:
+    async def _run_exchange(self, group: Group, exchange: Exchange | None) -> None:
         weight = group.weights[group.members.index(self.core.me)]
         contribution = await self._engine.submit(JobPriority.ROUND, self._compute.contribution, weight)
         try:
-            if len(group.members) == 1 or sum(group.weights) == 0:
+            if exchange is None:
                 # Nothing to exchange: a group of one skips exchange and compressor.
                 average, digest = contribution, hashlib.sha256(f"{group.id}/alone".encode()).hexdigest()
             else:
-                self._exchange = Exchange(
-                    group, self.core.me, contribution, self._values, self._engine, self._links.get
-                )
-                for peer, frame in self._early.pop(group.id, []):
-                    self._exchange.on_frame(peer, frame)
-                average, digest = await self._exchange.run()
+                average, digest = await exchange.run(contribution)
         except (ExchangeError, FrameError) as error:
             logger.warning("round of step %d, attempt %d failed: %s", group.step, group.attempt, error)
             self.outcomes[error.reason] += 1

@@ -142,6 +142,7 @@ class TorchCompute:
             self.trainable.write(self._optimizer.master, self._parameters)
         finally:
             self._accumulator.zero_()
+            self._graphs.clear()  # of replays that came too late: their weights are gone
         return norm
 
     def state(self) -> dict[str, Tensor]:

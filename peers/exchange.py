@@ -70,34 +70,38 @@ class Split:
 
 
 class Exchange:
-    """Averages one vector within one group. Give it PART and AVERAGE frames; await `run`."""
+    """Averages one vector of `elements` within one group. Give it PART and AVERAGE frames; await `run`."""
 
     def __init__(
         self,
         group: Group,
         me: str,
-        contribution: Tensor,
+        elements: int,
         values: ValueFormat,
         engine: Engine,
         link_of: Callable[[str], Link | None],
     ) -> None:
         self.group = group
         self._me = group.members.index(me)
-        self._contribution = contribution
+        self._contribution = torch.empty(0)
         self._values = values
         self._engine = engine
         self._link_of = link_of
-        self._split = Split(contribution.numel(), len(group.members))
+        self._split = Split(elements, len(group.members))
         self._contributors = [i for i, weight in enumerate(group.weights) if weight > 0]
-        self._average = torch.empty_like(contribution)
+        self._average = torch.empty(0)
         self._hashes: dict[int, bytes] = {}
         self._parts: dict[int, dict[int, Tensor]] = {}
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._jobs: asyncio.TaskGroup | None = None
-        self._early: list[tuple[str, Frame]] = []
+        self._early: dict[tuple[str, Kind, int], Frame] = {}
 
-    async def run(self) -> tuple[Tensor, str]:
-        """Average; returns (fp32 vector, digest). Raises ExchangeError; nothing is changed then."""
+    async def run(self, contribution: Tensor) -> tuple[Tensor, str]:
+        """Average fp32 [elements]; returns (fp32 [elements], digest).
+
+        Raises ExchangeError; nothing is changed then.
+        """
+        self._contribution, self._average = contribution, torch.empty_like(contribution)
         try:
             async with asyncio.timeout(LIMITS.round_s), asyncio.TaskGroup() as jobs:
                 self._jobs = jobs
@@ -106,7 +110,7 @@ class Exchange:
                 for chunk in range(self._split.chunks):
                     if self._split.reducer(chunk) == self._me and not self._missing(chunk):
                         jobs.create_task(self._reduce(chunk))
-                for peer, frame in self._early:
+                for (peer, _, _), frame in self._early.items():
                     self.on_frame(peer, frame)
                 await self._done
         except TimeoutError as error:
@@ -132,7 +136,8 @@ class Exchange:
         if sender < 0 or frame.payload_bytes != expected:
             raise FrameError("size", f"{frame.payload_bytes} bytes for a chunk of {expected}")
         if self._jobs is None or self._done.done():
-            self._early.append((peer, frame))  # `run` has not begun, or it has ended and nothing matters
+            # `run` has not begun (or has ended, and nothing matters); a chunk is kept once from each member.
+            self._early.setdefault((peer, frame.kind, chunk), frame)
             return
         data = torch.frombuffer(frame.data(), dtype=torch.uint8)
         if frame.kind is Kind.PART:

@@ -44,6 +44,8 @@ class Limits:
     """Microbatches a stage peer holds between their forward and their backward."""
     early_frames: int = 128
     """Frames of a later step that wait for the commit of this one."""
+    control_frames: int = 8192
+    """Control frames that wait for a neighbour to read them."""
     offences: int = 5
     """Malformed frames after which a link is dropped."""
     offence_backoff_s: float = 60.0

@@ -165,6 +165,9 @@ class Link:
     def _put(self, frame: Frame, written: asyncio.Future[None] | None) -> None:
         priority = BULK_PRIORITY.get(frame.kind)
         if priority is None:
+            if self._control.qsize() > LIMITS.control_frames:
+                self.close(f"does not read: {LIMITS.control_frames} control frames wait")
+                return
             self._control.put_nowait(frame)
         else:
             self._bulk.put_nowait((priority, next(self._order), frame, written))

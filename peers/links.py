@@ -182,6 +182,12 @@ class Links:
             if neighbour.link is not None:
                 neighbour.link.close("cancelled")
             raise
+        except Exception:
+            logger.exception("keeping the link to %s failed", short(neighbour.peer))
+            neighbour.task = None
+            if neighbour.link is not None:
+                neighbour.link.close("fault")
+            self._on_lost(neighbour.peer, "fault")
 
     async def _bring_up(self, neighbour: Neighbour, patience_s: float) -> str | None:
         """Wait for an open link, dialling if that is our part. None when up, else why not."""
@@ -245,6 +251,10 @@ class Links:
         if neighbour is None:
             neighbour = self.neighbours[peer] = Neighbour(peer, hello.stage, (), is_dialler=False)
         old = neighbour.link
+        if old is not None and old.is_open and neighbour.stage != hello.stage:
+            for stream in streams:
+                stream.writer.close()
+            return
         link = Link(peer, hello, streams, self._frame, self._traffic)
         link.payload_limit = self.payload_limit
         neighbour.link = link

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from peers.compute import Work
-from peers.frames import FrameError, aligned, pack_tensors, unpack_tensors
+from peers.frames import ALIGNMENT, FrameError, aligned, pack_tensors, unpack_tensors
+from peers.limits import LIMITS
 from swarm.activation.base import BoundaryCodec, CodecKey, Layout, Payload
 from swarm.batch import Batch, default_loss_positions
+from swarm.manifest import RunManifest
 from swarm.plan import MicrobatchKey, Plan
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
@@ -103,3 +105,12 @@ def _to_bits(flags: Tensor) -> Tensor:
 def _from_bits(bits: Tensor, shape: tuple[int, int]) -> Tensor:
     flat = np.unpackbits(bits.numpy(), count=shape[0] * shape[1], bitorder="little")
     return torch.from_numpy(flat.astype(np.bool_)).view(shape)
+
+
+def largest_payload(manifest: RunManifest) -> int:
+    """Bytes of the run's largest bulk payload: an uncoded fp32 microbatch, or a chunk of an average."""
+    form = BatchFormat(manifest.data.sequence_length, manifest.data.vocabulary_size)
+    # No codec sends more than fp32 would; each of its tensors is padded, and there are fewer than 64.
+    hidden = 4 * manifest.tokens_per_microbatch * manifest.model.hidden_size + 64 * ALIGNMENT
+    average = 4 * LIMITS.averaging_chunk_elements + ALIGNMENT
+    return max(form.nbytes(manifest.rows_per_microbatch) + hidden, average)

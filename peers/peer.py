@@ -113,6 +113,10 @@ class _PeerProcess:
             os._exit(EXIT_KILLED)
         self._reporter.note("leaving: saying goodbye to the swarm (again Ctrl+C to leave at once)")
         loop, stop = self._loop, self._stop
+        # Whatever a job or a disk is doing, the exit comes: p2pd dies with its thread.
+        last = threading.Timer(LIMITS.drain_s + 1.5, os._exit, (EXIT_KILLED,))
+        last.daemon = True
+        last.start()
         if loop is not None and stop is not None and not loop.is_closed():
             call: Callable[[], None] = stop.set
             loop.call_soon_threadsafe(call)

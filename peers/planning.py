@@ -14,6 +14,7 @@ from swarm.manifest import RunManifest
 from swarm.plan import Plan, Slot, split_samples
 
 KEPT_PLANS = 16
+MAX_ATTEMPT = 2**16
 
 
 def make_plan(
@@ -70,6 +71,10 @@ class PlanBook:
             raise FrameError("plan", f"the plan of step {plan.step} names other samples than the run's order")
         if plan.rows_per_microbatch != self._manifest.rows_per_microbatch:
             raise FrameError("plan", f"{plan.rows_per_microbatch} rows per microbatch")
+        if plan.attempt > MAX_ATTEMPT or plan.prior_versions != (0,) * (self._manifest.model.stages - 1):
+            raise FrameError("plan", f"attempt {plan.attempt}, priors {plan.prior_versions[:4]}")
+        if plan.keep_snapshot != self._manifest.keeps_snapshot(plan.step):
+            raise FrameError("plan", f"another snapshot flag for step {plan.step}")
         if plan.is_last != (plan.step == self._manifest.total_steps - 1):
             raise FrameError("plan", f"step {plan.step} is not the last")
         return plan

@@ -33,6 +33,7 @@ from peers.link import Hello, Link
 from peers.links import Links, short
 from peers.metrics import Metrics
 from peers.metrics_server import MetricsServer
+from peers.payloads import largest_payload
 from peers.reporting import Reporter
 from peers.run_files import RunFiles, prior_name, stage_name
 from peers.snapshots import Snapshots
@@ -186,12 +187,13 @@ class Session:
     def _refuse_late_join(self, board: Noticeboard) -> None:
         if self._config.stage is None:
             return
-        training = [record for record in board.view().values() if record.training]
+        training = [r for r in board.view().values() if r.training and r.state == "online"]
         if training:
             step = max(record.step for record in training)
             raise UserError(
                 f"the run is at step {step} already: joining a running swarm is not supported yet; "
-                f"join before its first step, or ask the owner when the next run starts"
+                f"join before its first step, or ask the owner when the next run starts (records of peers that were "
+                f"killed expire within 30 s)"
             )
 
     async def _holders(self, initial: list[str]) -> list[str]:
@@ -237,6 +239,7 @@ class Session:
             on_up=self._on_up,
             on_lost=self._on_lost,
         )
+        links.payload_limit = largest_payload(manifest)
         self._links = links
         directory = self._config.checkpoint_dir or files.directory / "checkpoints" / identity.peer_id[-8:]
         snapshots = Snapshots(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from peers import work
+from peers import work_items as items
 from peers.compute import Boundaries, StageCompute, Work
 from peers.engine import Engine, JobPriority
 from peers.frames import Frame, FrameError, Kind, need, need_count, pack_tensors
@@ -23,6 +24,7 @@ from peers.links import Links
 from peers.payloads import BatchFormat, samples_of, unpack_forward, unpack_layout
 from peers.questions import Questions
 from peers.routing import Router
+from peers.work import WorkCore
 from swarm.activation.base import CodecKey, PayloadError
 from swarm.data.dataset import PackedDataset
 from swarm.plan import MicrobatchKey, Plan
@@ -50,9 +52,10 @@ class StageWorker:
         tasks: asyncio.TaskGroup,
         on_ledger: Callable[[], None],
         on_slot_done: Callable[[int], None],
+        on_give_up: Callable[[MicrobatchKey], None],
     ) -> None:
         self.stage, self.stages = stage, stages
-        self.core = work.WorkCore(
+        self.core = WorkCore(
             is_last=stage == stages - 1,
             router=Router(window=max(2, LIMITS.in_flight // 2)),
             source_window=source_window,
@@ -61,7 +64,7 @@ class StageWorker:
         self._engine, self._links, self._questions = engine, links, questions
         self._dataset = dataset
         self._tasks = tasks
-        self._on_ledger, self._on_slot_done = on_ledger, on_slot_done
+        self._on_ledger, self._on_slot_done, self._on_give_up = on_ledger, on_slot_done, on_give_up
         self.codec_bytes = {"forward": 0, "gradient": 0, "ids": 0, "tokens": 0, "dense_positions": 0}
 
     # -- frames ------------------------------------------------------------------------------------------
@@ -86,10 +89,12 @@ class StageWorker:
             raise FrameError("stage", f"stage {self.stage} takes no GRADIENT from stage {link.hello.stage}")
         key = parse_key(frame)
         loss_sum = need(frame.header, "loss_sum", float)
+        if not math.isfinite(loss_sum):
+            raise FrameError("range", f"a loss of {loss_sum}")
         loss_tokens = need_count(frame.header, "loss_tokens", MAX_LOSS_TOKENS)
         entry = self.core.entry(key)
         payload = None
-        if entry is not None and entry.phase is work.Phase.OUT and entry.work is not None:
+        if entry is not None and entry.phase is items.Phase.OUT and entry.work is not None:
             payload = unpack_layout(frame.data(), codec.gradient_layout(entry.work.codec_key))
             if loss_tokens != entry.work.batch.loss_tokens:
                 raise FrameError("range", f"{loss_tokens} loss tokens for {key}")
@@ -117,32 +122,34 @@ class StageWorker:
         ]
         self.run(self.core.assign(slot, works, is_replay, time.monotonic()))
 
-    def run(self, actions: Iterable[work.Action]) -> None:
+    def run(self, actions: Iterable[items.Action]) -> None:
         """Carry out what the core decided, in order."""
         for action in actions:
             match action:
-                case work.Forward(entry):
+                case items.Forward(entry):
                     self._tasks.create_task(self._forward(entry))
-                case work.Backward(entry):
+                case items.Backward(entry):
                     self._tasks.create_task(self._backward(entry))
-                case work.SendForward(peer, entry):
+                case items.SendForward(peer, entry):
                     self._send_forward(peer, entry)
-                case work.SendGradient(peer, entry):
+                case items.SendGradient(peer, entry):
                     self._send_gradient(peer, entry)
-                case work.Reply(peer, kind, key, reason):
+                case items.Reply(peer, kind, key, reason):
                     self._reply(peer, kind, key, reason)
-                case work.AskHolders(entry):
+                case items.AskHolders(entry):
                     self._tasks.create_task(self._ask_holders(entry))
-                case work.SlotDone(slot):
+                case items.SlotDone(slot):
                     self._on_slot_done(slot)
-                case work.LedgerGrew():
+                case items.LedgerGrew():
                     self._on_ledger()
-                case work.ClearAccumulator():
+                case items.GiveUp(key):
+                    self._on_give_up(key)
+                case items.ClearAccumulator():
                     self._tasks.create_task(self._submit(JobPriority.ROUND, self._compute.clear))
 
     # -- compute -----------------------------------------------------------------------------------------
 
-    async def _forward(self, entry: work.Entry) -> None:
+    async def _forward(self, entry: items.Entry) -> None:
         is_last = self._boundaries.outgoing is None
         job = self._finish_job if is_last else self._forward_job
         try:
@@ -155,12 +162,15 @@ class StageWorker:
             return
         if is_last:
             gradient, loss_sum, loss_tokens = result
+            if not math.isfinite(loss_sum):
+                self._on_give_up(entry.key)
+                return
             actions = self.core.on_backward_done(entry, gradient, (loss_sum, loss_tokens), time.monotonic())
         else:
             actions = self.core.on_forward_done(entry, result, time.monotonic())
         self.run(actions)
 
-    async def _backward(self, entry: work.Entry) -> None:
+    async def _backward(self, entry: items.Entry) -> None:
         try:
             result = await self._engine.submit(JobPriority.BACKWARD, self._backward_job, entry)
         except PayloadError as error:
@@ -173,7 +183,7 @@ class StageWorker:
     async def _submit(self, priority: int, job: Callable[[], Any]) -> None:
         await self._engine.submit(priority, job)
 
-    def _work(self, entry: work.Entry) -> Work:
+    def _work(self, entry: items.Entry) -> Work:
         """A source reads its microbatch on the compute thread, when its turn comes."""
         if entry.work is None:
             if self._dataset is None or self.core.plan is None:
@@ -183,17 +193,17 @@ class StageWorker:
         work_: Work = entry.work
         return work_
 
-    def _forward_job(self, entry: work.Entry) -> Any:
+    def _forward_job(self, entry: items.Entry) -> Any:
         if entry.is_dropped:
             return None
         return self._compute.forward(self._work(entry), entry.incoming)
 
-    def _finish_job(self, entry: work.Entry) -> Any:
+    def _finish_job(self, entry: items.Entry) -> Any:
         if entry.is_dropped:
             return None
         return self._compute.finish(self._work(entry), entry.incoming)
 
-    def _backward_job(self, entry: work.Entry) -> Any:
+    def _backward_job(self, entry: items.Entry) -> Any:
         if entry.is_dropped:
             self._compute.drop(entry.key)
             return None
@@ -201,7 +211,7 @@ class StageWorker:
 
     # -- frames out --------------------------------------------------------------------------------------
 
-    def _send_forward(self, peer: str, entry: work.Entry) -> None:
+    def _send_forward(self, peer: str, entry: items.Entry) -> None:
         link, codec = self._links.get(peer), self._boundaries.outgoing
         if link is None or codec is None:
             return  # the loss of the peer is on its way, and the entry with it
@@ -217,7 +227,7 @@ class StageWorker:
         header = {"key": entry.key.pack(), "replay": entry.is_replay}
         link.post(Kind.FORWARD, header, batch + payload)
 
-    def _send_gradient(self, peer: str, entry: work.Entry) -> None:
+    def _send_gradient(self, peer: str, entry: items.Entry) -> None:
         link = self._links.get(peer)
         if link is None or entry.gradient is None:
             return  # whoever repeats the FORWARD gets it then
@@ -235,7 +245,7 @@ class StageWorker:
         if link is not None:
             link.post(Kind(kind), {"key": key.pack(), "reason": reason})
 
-    async def _ask_holders(self, entry: work.Entry) -> None:
+    async def _ask_holders(self, entry: items.Entry) -> None:
         links = self._links.open_links(self.stage + 1)
         answers = await self._questions.ask(links, "holder", entry.key.pack(), is_enough=lambda a: a is True)
         holder = next((peer for peer, answer in answers.items() if answer is True), None)

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from peers import start
+from peers.answers import Answers
+from peers.assignments import Assignments
 from peers.averaging import Averaging
 from peers.compute import Boundaries, StageCompute
 from peers.engine import Engine
-from peers.frames import Frame, FrameError, Kind, need, need_count, need_texts
+from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.limits import LIMITS
 from peers.link import Link
-from peers.links import Links, Liveness, short
+from peers.links import Links, short
 from peers.payloads import BatchFormat
-from peers.planning import PlanBook, make_plan
+from peers.planning import KEPT_PLANS, PlanBook, make_plan
 from peers.progress import Progress
 from peers.questions import Questions
 from peers.round_messages import Arrival, Commit, compact
@@ -33,9 +35,13 @@ from peers.run_files import RunFiles
 from peers.stage import StageWorker, parse_key
 from peers.starting import Starter
 from swarm.manifest import RunManifest
-from swarm.plan import MAX_SLOTS, Plan
+from swarm.plan import MAX_SLOTS, MicrobatchKey, Plan
 
 logger = logging.getLogger("swarm_peer.trainer")
+
+
+OPEN_KINDS = (Kind.START, Kind.PROPOSE, Kind.ACKNOWLEDGE, Kind.QUERY, Kind.ANSWER)
+"""Frames of peers that are not, or not yet, in a roster."""
 
 
 class NotInRunError(Exception):
@@ -68,7 +74,6 @@ class Trainer:
         self._links, self._files, self._tasks = links, files, tasks
         self._questions = Questions()
         self._plans = PlanBook(manifest)
-        self._assignment: tuple[str, int, list[str]] = ("", 0, [])
         self._step_ends: defaultdict[str, set[int]] = defaultdict(set)
         self._stash: list[tuple[Link, Frame]] = []
         self._on_snapshot, self._trace = on_snapshot, trace_ledger
@@ -87,7 +92,9 @@ class Trainer:
             tasks=tasks,
             on_ledger=self._check_ready,
             on_slot_done=self._on_slot_done,
+            on_give_up=self._on_give_up,
         )
+        self._assignments = Assignments(self.me, links, self._run_slot)
         core = RoundCore(
             run_id=manifest.run_id, run_seed=manifest.seed, stage=stage, me=self.me, make_plan=self._next_plan
         )
@@ -101,6 +108,7 @@ class Trainer:
             tasks=tasks,
             owner=self,
         )
+        self._answers = Answers(links, self._plans, self.worker.core, tasks)
         self.starter = Starter(
             manifest=manifest,
             stage=stage,
@@ -119,6 +127,10 @@ class Trainer:
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         """A frame of a neighbour. Raises FrameError for one the protocol does not allow."""
+        if frame.kind not in OPEN_KINDS and self._is_stranger(link):
+            raise FrameError(
+                "stranger", f"{short(link.peer)} is not in the roster of stage {link.hello.stage}"
+            )
         match frame.kind:
             case Kind.FORWARD:
                 self._on_forward(link, frame)
@@ -133,9 +145,11 @@ class Trainer:
                     need(frame.header, "plan", str)[:64], need_count(frame.header, "slot", MAX_SLOTS)
                 )
             case Kind.ASSIGN:
-                self._on_assign(link, frame)
+                if self.stage != 0 or link.hello.stage != 0:
+                    raise FrameError("assign", "ASSIGN goes from source to source")
+                self._assignments.on_frame(frame, self._plans, self.worker.core.plan)
             case Kind.QUERY:
-                self._on_query(link, frame)
+                self._answers.on_query(link, frame)
             case Kind.ANSWER:
                 self._questions.on_answer(link.peer, frame)
             case Kind.PROPOSE | Kind.ACKNOWLEDGE | Kind.START:
@@ -149,12 +163,16 @@ class Trainer:
         """A link is up: what its peer may have missed is repeated."""
         if self.starter.core.started is not None:
             link.post(Kind.START, self.starter.core.started.header())
+            if self._is_stranger(link):
+                return
         # The step before too: a neighbour may still need the end of a slot that this peer has committed.
         for step in (self.version - 1, self.version):
             if (plan := self._plans.of_step(step)) is not None:
                 link.post(Kind.PLAN, {"plan": plan.to_bytes()})
                 for slot in self._step_ends[plan.digest()]:
                     link.post(Kind.STEP_END, {"plan": plan.digest(), "slot": slot})
+        if self.stage == 0 and link.hello.stage == 0:
+            self._assignments.repeat(link)
         if link.hello.stage == self.stage + 1:
             self.worker.run(self.worker.core.on_peer_up(link.peer, time.monotonic()))
         elif link.hello.stage == self.stage:
@@ -183,6 +201,19 @@ class Trainer:
     def freeze(self, is_frozen: bool) -> None:
         """See RoundsOwner."""
         self.worker.run(self.worker.core.freeze(is_frozen, time.monotonic()))
+
+    def seal(self, step: int) -> None:
+        """See RoundsOwner."""
+        self.worker.run(self.worker.core.seal(step))
+
+    def check_commit(self, commit: Commit) -> None:
+        """See RoundsOwner."""
+        if self.stage == 0 and commit.step + 1 < self.manifest.total_steps:
+            plan = self._plans.parse(commit.plan, commit.step + 1)
+            if plan.step != commit.step + 1 or len(commit.sources) != len(plan.slots):
+                raise FrameError(
+                    "plan", f"the COMMIT of step {commit.step} needs a plan of the next, with sources"
+                )
 
     def on_applied(self, commit: Commit, norm: float | None) -> None:
         """See RoundsOwner."""
@@ -226,10 +257,31 @@ class Trainer:
             self._fail(f"the run starts at version {message.version}, this peer holds {self.version}")
             return
         self.averaging.core.begin(message.version, message.rosters[self.stage])
+        self._tasks.create_task(self._expect(message.rosters[self.stage]))
         self.started.set()
         self._moved_at = time.monotonic()
         self.progress.step_times.append(time.monotonic())
         self._take_plan(plan, list(message.sources))
+
+    async def _expect(self, roster: tuple[str, ...]) -> None:
+        """A replica that died just before the start is in the roster, and its loss was reported before."""
+        await asyncio.sleep(LIMITS.dial_s + LIMITS.reconnect_s)
+        for peer in roster:
+            if peer != self.me and self._links.get(peer) is None:
+                self.on_lost(peer, self.stage)
+
+    def _is_stranger(self, link: Link) -> bool:
+        """Whether the run has started and this neighbour is not in the roster of the stage it names."""
+        started, stage = self.starter.core.started, link.hello.stage
+        if started is None:
+            return False
+        return not 0 <= stage < self.stages or link.peer not in started.rosters[stage]
+
+    def _on_give_up(self, key: MicrobatchKey) -> None:
+        self._fail(
+            f"microbatch {key} has values that are not finite, whoever computes it: the run has diverged; start it "
+            f"again with a lower learning rate"
+        )
 
     # -- plans -----------------------------------------------------------------------------------------------
 
@@ -245,9 +297,10 @@ class Trainer:
     def _take_plan(self, plan: Plan, sources: list[str]) -> None:
         """A plan with its assignment, at stage 0 by COMMIT or START, elsewhere by START."""
         self._plans.add(plan)
-        self._assignment = (plan.digest(), 0, sources)
+        self._assignments.begin(plan, sources)
         self._links.gossip(Kind.PLAN, {"plan": plan.to_bytes()})
         self._adopt(plan)
+        self._assignments.take_early(plan)
 
     def _on_plan_frame(self, link: Link, frame: Frame) -> None:
         if self.stage == 0:
@@ -267,17 +320,24 @@ class Trainer:
             keys = frozenset(compact(plan.keys()))
             self.averaging.run(self.averaging.core.on_plan(digest, keys, now))
             if self.stage == 0:
+                self._assignments.run_own(plan)
                 self._reassign()
-                for slot, source in enumerate(self._assignment[2]):
-                    if source == self.me:
-                        self._tasks.create_task(self._run_slot(plan, slot, is_replay=False))
         self._unstash()
         self._check_ready()
 
-    async def _run_slot(self, plan: Plan, slot: int, *, is_replay: bool) -> None:
+    def _run_slot(self, plan: Plan, slot: int, is_replay: bool) -> None:
+        self._tasks.create_task(self._fetch_and_run(plan, slot, is_replay))
+
+    async def _fetch_and_run(self, plan: Plan, slot: int, is_replay: bool) -> None:
         await self._files.ensure_samples(plan.slots[slot].samples)
         if self.worker.core.plan is plan:
             self.worker.assign(plan, slot, is_replay)
+
+    def _reassign(self) -> None:
+        """The lead source gives the slots of lost sources to living ones."""
+        plan, rounds = self.worker.core.plan, self.averaging.core
+        if self.stage == 0 and plan is not None and rounds.leader == self.me:
+            self._assignments.reassign(plan, rounds.present)
 
     def _on_slot_done(self, slot: int) -> None:
         plan = self.worker.core.plan
@@ -287,9 +347,13 @@ class Trainer:
     def _on_step_end(self, digest: str, slot: int) -> None:
         """A slot has ended. Passed on to all neighbours the first time it is heard."""
         plan = self._plans.get(digest)
+        if plan is None and self.stage != 0:
+            return  # whoever says so has said the plan before, or says both again when the link is up
+        # A source may hear of the end before its own COMMIT brings the plan; what is invented stays bounded.
+        unknown = [d for d in self._step_ends if self._plans.get(d) is None]
+        for invented in unknown[: max(0, len(unknown) - KEPT_PLANS)]:
+            del self._step_ends[invented]
         known = self._step_ends[digest]
-        if len(self._step_ends) > LIMITS.early_frames:
-            self._step_ends.pop(next(iter(self._step_ends)))
         if (plan is not None and slot >= len(plan.slots)) or slot in known:
             return
         known.add(slot)
@@ -308,46 +372,6 @@ class Trainer:
         ledger = core.ledger
         self.averaging.on_ready(Arrival(plan.step, digest, compact(ledger), sum(ledger.values())))
 
-    # -- slots that outlive their source -----------------------------------------------------------------
-
-    def _reassign(self) -> None:
-        """The lead source gives the slots of lost sources to living ones."""
-        digest, counter, sources = self._assignment
-        plan = self.worker.core.plan
-        rounds = self.averaging.core
-        if self.stage != 0 or plan is None or plan.digest() != digest or rounds.leader != self.me:
-            return
-        living = rounds.present
-        orphaned = [slot for slot, source in enumerate(sources) if source not in living]
-        if not orphaned:
-            return
-        changed = list(sources)
-        for number, slot in enumerate(orphaned):
-            changed[slot] = living[number % len(living)]
-        logger.info("slots %s of step %d go to other sources", orphaned, plan.step)
-        header = {"plan": digest, "counter": counter + 1, "sources": changed}
-        for link in self._links.open_links(0):
-            link.post(Kind.ASSIGN, header)
-        self._take_assignment(plan, counter + 1, changed)
-
-    def _on_assign(self, link: Link, frame: Frame) -> None:
-        plan = self._plans.get(need(frame.header, "plan", str))
-        sources = need_texts(frame.header, "sources", MAX_SLOTS)
-        counter = need_count(frame.header, "counter", 2**31)
-        if self.stage != 0 or link.hello.stage != 0 or plan is None or len(sources) != len(plan.slots):
-            raise FrameError("assign", "ASSIGN goes from source to source, for a known plan")
-        if plan is self.worker.core.plan:
-            self._take_assignment(plan, counter, sources)
-
-    def _take_assignment(self, plan: Plan, counter: int, sources: list[str]) -> None:
-        _, known_counter, known = self._assignment
-        if counter <= known_counter:
-            return
-        self._assignment = (plan.digest(), counter, sources)
-        for slot, (before, after) in enumerate(zip(known, sources, strict=True)):
-            if after == self.me and before != self.me:
-                self._tasks.create_task(self._run_slot(plan, slot, is_replay=True))
-
     # -- work that is ahead of its plan --------------------------------------------------------------------
 
     def _on_forward(self, link: Link, frame: Frame) -> None:
@@ -361,7 +385,10 @@ class Trainer:
                 return
             self.worker.on_forward(link, frame, plan)
             return
-        if len(self._stash) >= LIMITS.early_frames:
+        if link.hello.stage != self.stage - 1:
+            raise FrameError("stage", f"stage {self.stage} takes no FORWARD from stage {link.hello.stage}")
+        of_link = sum(1 for other, _ in self._stash if other is link)
+        if len(self._stash) >= LIMITS.early_frames or of_link >= LIMITS.in_flight:
             link.post(Kind.BUSY, {"key": key.pack(), "reason": ""})
             return
         self._stash.append((link, frame))
@@ -374,28 +401,6 @@ class Trainer:
                 self._on_forward(link, frame)
             except FrameError as error:
                 link.offend(error)
-
-    # -- questions of neighbours ---------------------------------------------------------------------------
-
-    def _on_query(self, link: Link, frame: Frame) -> None:
-        number = need(frame.header, "id", int)
-        about = frame.header.get("about")
-        match frame.header.get("what"):
-            case "holder":
-                key = parse_key(Frame(Kind.QUERY, {"key": about}))
-                link.post(Kind.ANSWER, {"id": number, "answer": self.worker.core.holds(key)})
-            case "gone" if isinstance(about, str) and about in self._links.neighbours:
-                self._tasks.create_task(self._answer_gone(link, number, about))
-            case "plan":
-                plan = self._plans.get(about) if isinstance(about, str) else None
-                if plan is not None:
-                    link.post(Kind.PLAN, {"plan": plan.to_bytes()})
-            case _:
-                link.post(Kind.ANSWER, {"id": number, "answer": None})
-
-    async def _answer_gone(self, link: Link, number: int, peer: str) -> None:
-        is_gone = self._links.get(peer) is None and await self._links.probe(peer) is Liveness.GONE
-        link.post(Kind.ANSWER, {"id": number, "answer": is_gone})
 
     # -- watching --------------------------------------------------------------------------------------------
 

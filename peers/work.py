@@ -10,128 +10,29 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from peers.limits import LIMITS
 from peers.routing import Router
+from peers.work_items import (
+    Action,
+    AskHolders,
+    Backward,
+    ClearAccumulator,
+    Entry,
+    Forward,
+    GiveUp,
+    LedgerGrew,
+    Phase,
+    Reply,
+    SendForward,
+    SendGradient,
+    SlotDone,
+)
 from swarm.plan import MicrobatchKey, Plan
 
-
-class Phase(Enum):
-    """How far a microbatch has come on this peer."""
-
-    QUEUED = "queued"
-    """Its forward is with the compute thread, or waits for it."""
-    OUT = "out"
-    """Forward done; it is at the next stage, or looks for a peer there."""
-    RETURNED = "returned"
-    """Its gradient is here; the backward is with the compute thread, or waits for it."""
-    DONE = "done"
-    """In the ledger."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """One microbatch on this peer. Payloads are opaque here; the shell fills and reads them."""
-
-    key: MicrobatchKey
-    upstream: str | None
-    work: Any
-    incoming: Any = None
-    outgoing: Any = None
-    returned: Any = None
-    gradient: Any = None
-    loss_sum: float = 0.0
-    loss_tokens: int = 0
-    phase: Phase = Phase.QUEUED
-    downstream: str | None = None
-    is_replay: bool = False
-    needs_route: bool = False
-    holders: Literal["unknown", "asked", "answered"] = "unknown"
-    """A replay first asks the next stage who holds the key; whatever the answer, it stays a replay below."""
-    is_dropped: bool = False
-    """Its plan was replaced: a job that still waits for the compute thread must not touch the accumulator."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Compute a forward (the last stage: forward, loss and backward)."""
-
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Compute a backward and add it to the accumulator of the step."""
-
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True)
-class SendForward:
-    """Send the coded forward output to a peer of the next stage."""
-
-    peer: str
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True)
-class SendGradient:
-    """Send the coded input gradient to the peer it came from."""
-
-    peer: str
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer ACCEPTED, BUSY or REFUSED."""
-
-    peer: str
-    kind: str
-    key: MicrobatchKey
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class AskHolders:
-    """Ask all peers of the next stage who holds this key, before a replay chooses one."""
-
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True)
-class SlotDone:
-    """All gradients of a slot of this source have come back."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerGrew:
-    """A key was added to the ledger of the current step."""
-
-    key: MicrobatchKey
-
-
-@dataclass(frozen=True, slots=True)
-class ClearAccumulator:
-    """The plan was replaced by one of a later attempt: what was accumulated under it is void."""
-
-
-Action = (
-    Forward
-    | Backward
-    | SendForward
-    | SendGradient
-    | Reply
-    | AskHolders
-    | SlotDone
-    | LedgerGrew
-    | ClearAccumulator
-)
+MAX_TRIES = 3
+"""Payloads of a microbatch that could not be decoded before the run counts as diverged."""
 
 
 class WorkCore:
@@ -222,7 +123,24 @@ class WorkCore:
         self._own_slots.clear()
         for key in [k for k in self._entries if k.step < step]:
             self._drop(key, is_loss=False)
-        return []
+        return self._refuse_committed()
+
+    def seal(self, step: int) -> list[Action]:
+        """The round of `step` is decided: nothing of it may reach the accumulator any more.
+
+        Replays that were under way are dropped; whoever sent them is told that the step is committed.
+        """
+        if step != self.version:
+            return []
+        self._frozen = True
+        self._pending.clear()
+        actions: list[Action] = []
+        for key, entry in list(self._entries.items()):
+            if key.step == step and entry.phase is not Phase.DONE:
+                self._drop(key)
+                if entry.upstream is not None:
+                    actions.append(Reply(entry.upstream, "refused", key, "committed"))
+        return actions
 
     def freeze(self, is_frozen: bool, now: float) -> list[Action]:
         """Hold new keys of the current step back while a group averages; release them if it failed."""
@@ -333,6 +251,9 @@ class WorkCore:
         if reason == "committed" or entry.phase is Phase.DONE:
             self.router.forget(peer, key)
             return []
+        entry.tries += reason == "payload"
+        if entry.tries > MAX_TRIES:
+            return [GiveUp(key)]
         self.router.failed(peer, key, now)
         entry.downstream, entry.needs_route = None, True
         return self.route(now)
@@ -345,6 +266,9 @@ class WorkCore:
         if entry.phase is Phase.QUEUED:
             self._drop(entry.key)
             return [Reply(entry.upstream, "refused", entry.key, "payload")] if entry.upstream else []
+        entry.tries += 1
+        if entry.tries > MAX_TRIES:
+            return [GiveUp(entry.key)]
         if entry.downstream is not None:
             self.router.failed(entry.downstream, entry.key, now)
         entry.phase, entry.returned = Phase.OUT, None
@@ -441,7 +365,13 @@ class WorkCore:
                 actions += self.on_forward(peer, key, work, payload, is_replay, now)
             else:
                 self.counters["foreign_key"] += 1
+                actions.append(Reply(peer, "refused", key, "plan"))
         return actions + self._start_pending()
+
+    def _refuse_committed(self) -> list[Action]:
+        """Held-back keys of steps that are committed: their senders must not wait for them."""
+        late = [key for key in self._early if key.step < self.version]
+        return [Reply(self._early.pop(key)[0], "refused", key, "committed") for key in late]
 
     def _drop(self, key: MicrobatchKey, is_loss: bool = True) -> None:
         entry = self._entries.pop(key)

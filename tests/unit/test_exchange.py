@@ -58,6 +58,17 @@ class Wire:
         self.mesh.deliver(self.source, self.target, frame)
 
 
+class Ready(Exchange):
+    """An exchange that knows its contribution."""
+
+    def __init__(self, group, name, contribution, values, engine, link_of):  # type: ignore[no-untyped-def]
+        super().__init__(group, name, contribution.numel(), values, engine, link_of)
+        self._own = contribution
+
+    async def run(self):  # type: ignore[no-untyped-def,override]
+        return await super().run(self._own)
+
+
 class Mesh:
     """All members of a group."""
 
@@ -79,7 +90,7 @@ class Mesh:
             "g", 0, 1, self.names[0], tuple(self.names), tuple(weights), ("",) * len(weights), ""
         )
         self.exchanges = {
-            name: Exchange(self.group, name, contribution, values, engine, self._link_of(name))
+            name: Ready(self.group, name, contribution, values, engine, self._link_of(name))
             for name, contribution in zip(self.names, contributions, strict=True)
         }
 
