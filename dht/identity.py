@@ -43,6 +43,9 @@ _DOMAIN = b"swarm-peer signature 1\0"
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
 
 
+_EPHEMERAL_PREFIX = "swarm-peer-identity-"
+
+
 class IdentityError(RuntimeError):
     """An identity file cannot be read or written; the message names the file and what to do."""
 
@@ -101,7 +104,8 @@ class Identity:
         RSA key or cannot be read or written.
         """
         if path is None:
-            directory = Path(tempfile.mkdtemp(prefix="swarm-peer-identity-"))
+            _sweep_ephemeral()
+            directory = Path(tempfile.mkdtemp(prefix=f"{_EPHEMERAL_PREFIX}{os.getpid()}-"))
             return cls(directory / "identity.key", _create(directory / "identity.key"), is_ephemeral=True)
         path = Path(path).expanduser()
         try:
@@ -176,6 +180,14 @@ class Identity:
         return incarnation
 
 
+def _sweep_ephemeral() -> None:
+    """Remove the ephemeral identities of this user's processes that were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_EPHEMERAL_PREFIX}*"):
+        pid = directory.name.removeprefix(_EPHEMERAL_PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
 def peer_id_of(public_key: bytes) -> str:
     """The libp2p peer id of a public key (DER SubjectPublicKeyInfo): base58 of its multihash.
 
@@ -219,10 +231,6 @@ def _load(path: Path) -> rsa.RSAPrivateKey:
     """Read a key file; FileNotFoundError if missing, IdentityError if it is something else."""
     try:
         data = path.read_bytes()
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            logger.warning("%s was readable by others (mode %o); it is 600 now", path, mode)
-            path.chmod(0o600)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -232,10 +240,17 @@ def _load(path: Path) -> rsa.RSAPrivateKey:
         key = serialization.load_der_private_key(der, password=None)
     except Exception as error:  # protobuf's DecodeError differs between its implementations
         raise IdentityError(
-            f"{path} is not a libp2p identity: restore it from a copy, or remove it to get a new one"
+            f"{path} is not a libp2p identity: name another file with --identity (one that does not exist is made)"
         ) from error
     if not isinstance(key, rsa.RSAPrivateKey):
-        raise IdentityError(f"{path} holds a key that is not RSA: remove it to get a new identity")
+        raise IdentityError(f"{path} holds a key that is not RSA: name another file with --identity")
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            path.chmod(0o600)
+            logger.warning("%s was readable by others (mode %o); it is 600 now", path, mode)
+    except OSError as error:
+        raise IdentityError(f"cannot make the identity {path} private: {error}") from error
     return key
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 import psutil
-from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -71,6 +71,7 @@ class Metrics:
     """
 
     def __init__(self, traffic: Traffic) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every counter helps nobody
         registry = self.registry = CollectorRegistry()
         self.state = Enum(
             "swarm_peer_state", "State of this peer", states=list(get_args(State)), registry=registry

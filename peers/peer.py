@@ -36,9 +36,21 @@ def run_peer(config: PeerConfig, reporter: Reporter) -> int:
     Call in the main thread: it computes here. Returns the exit code. Raises UserError, and what `dht` and
     `swarm` raise for mistakes of the user (each with one clear message), after everything is closed.
     """
+    check_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     return _PeerProcess(config, reporter).run()
+
+
+def check_device(name: str) -> None:
+    """Raise UserError unless this torch can compute there."""
+    try:
+        torch.empty(1, device=torch.device(name))
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"--device {name}: torch {torch.__version__} cannot use it ({first}); use --device cpu"
+        ) from error
 
 
 class _PeerProcess:
@@ -111,7 +123,8 @@ class _PeerProcess:
         self._signals += 1
         if self._signals > 1:
             os._exit(EXIT_KILLED)
-        self._reporter.note("leaving: saying goodbye to the swarm (again Ctrl+C to leave at once)")
+        again = " (again Ctrl+C to leave at once)" if number == signal.SIGINT else ""
+        self._reporter.note(f"leaving: saying goodbye to the swarm{again}")
         loop, stop = self._loop, self._stop
         # Whatever a job or a disk is doing, the exit comes: p2pd dies with its thread.
         last = threading.Timer(LIMITS.drain_s + 1.5, os._exit, (EXIT_KILLED,))

@@ -58,23 +58,25 @@ def _number(value: object, pattern: str = "{:,.0f}") -> str:
 
 
 def status_line(status: Mapping[str, Any]) -> str:
-    """One line: step, loss, tokens/s, up and down Mbit/s, neighbours."""
+    """One line: step, loss, tokens/s, up and down Mbit/s, neighbours. A seed has only its traffic."""
     parts = [str(status.get("state", "?"))]
     if status.get("stage") is not None:
         parts.append(f"stage {status['stage']}")
-    if status.get("total_steps") is not None:
+    is_seed = status.get("role") == "seed"
+    if status.get("total_steps") is not None and not is_seed:
         parts.append(f"step {_number(status.get('step'), '{}')}/{status['total_steps']}")
-    if status.get("loss") is not None:
+    if status.get("loss") is not None and not is_seed:
         parts.append(f"loss {_number(status['loss'], '{:.4f}')}")
     if status.get("stage") is not None:
         parts.append(f"{_number(status.get('tokens_per_s'))} tokens/s")
     up = _number(status.get("upload_mbps"), "{:.1f}")
     down = _number(status.get("download_mbps"), "{:.1f}")
     parts.append(f"up {up} down {down} Mbit/s")
-    neighbours = status.get("neighbours")
-    if isinstance(neighbours, (list, tuple, dict)):
-        neighbours = len(neighbours)
-    parts.append(f"{_number(neighbours)} neighbours")
+    if not is_seed:  # it has no link to any peer
+        neighbours = status.get("neighbours")
+        if isinstance(neighbours, (list, tuple, dict)):
+            neighbours = len(neighbours)
+        parts.append(f"{_number(neighbours)} neighbours")
     return "  ".join(parts)
 
 
@@ -182,8 +184,8 @@ class JsonReporter:
 class TerminalReporter:
     """For people: notes as lines, the status as one line that is rewritten, the summary at the end.
 
-    Without a terminal the status is a line at every new step, and at least every ten seconds. Use as a
-    context manager, so that the live line is given back to the terminal whatever happens.
+    Without a terminal the status is a line at every new step, and at least every ten seconds, and notes and
+    status lines begin with the time. Use as a context manager, so that the live line is given back to the terminal whatever happens.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class TerminalReporter:
     def note(self, text: str) -> None:
         """Print the line above the live line."""
         if not self._is_quiet:
-            self._print(text)
+            self._print(self._dated(text))
 
     def ready(self, addresses: Sequence[str], stages: int) -> None:
         """A seed prints how to join each stage; a peer its address."""
@@ -242,7 +244,7 @@ class TerminalReporter:
             now = time.monotonic()
             if status.get("step") != self._last_step or now - self._last_printed >= PLAIN_INTERVAL_S:
                 self._last_step, self._last_printed = status.get("step"), now
-                self._print(line)
+                self._print(self._dated(line))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """End the live line and print what was done."""
@@ -261,6 +263,9 @@ class TerminalReporter:
             self._live.start(refresh=True)
         else:
             self._live.update(text, refresh=True)
+
+    def _dated(self, text: str) -> str:
+        return text if self._console.is_terminal else f"{time.strftime('%H:%M:%S')} {text}"
 
     def _print(self, text: str) -> None:
         with self._lock:

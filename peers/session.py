@@ -22,9 +22,8 @@ from dht.noticeboard import Noticeboard
 from dht.records import PeerRecord
 from peers.announcer import Announcer
 from peers.checkpoint import CheckpointStore
-from peers.compute import Boundaries, StageCompute, build_compute, compute_dtype
 from peers.config import PeerConfig, UserError
-from peers.engine import Engine, JobPriority
+from peers.engine import Engine
 from peers.fileserver import FileServer
 from peers.frames import Frame
 from peers.lifecycle import Lifecycle
@@ -34,21 +33,21 @@ from peers.links import Links, short
 from peers.metrics import Metrics
 from peers.metrics_server import MetricsServer
 from peers.payloads import largest_payload
+from peers.prepare import prepare_stage
 from peers.reporting import Reporter
-from peers.run_files import RunFiles, prior_name, stage_name
+from peers.run_files import RunFiles
 from peers.snapshots import Snapshots
 from peers.status import StatusBoard
 from peers.traffic import Traffic
 from peers.trainer import Trainer
 from peers.transfer import fetch_manifest
-from swarm.activation.base import BoundaryCodec
-from swarm.activation.registry import build_codec, needs_prior
 from swarm.manifest import ManifestError, RunManifest
 
 logger = logging.getLogger("swarm_peer.session")
 TICK_S = 0.1
 STATUS_S = 1.0
-SEED_STAGE = -1
+REDIAL_LOST_S = 10.0
+"""A peer that was lost is dialled again this much later, while its record lives."""
 
 
 class Session:
@@ -65,6 +64,9 @@ class Session:
         self._board: Noticeboard | None = None
         self._addresses: tuple[str, ...] = ()
         self._snapshots: Snapshots | None = None
+        self._linked: set[str] = set()
+        self._lost: dict[str, float] = {}
+        self._waiting_for = ""
         self._refreshing: asyncio.Task[bool] | None = None
         self._status = StatusBoard(config.stage, self._lifecycle, self._traffic, self._metrics, engine)
 
@@ -117,6 +119,11 @@ class Session:
                         await self._train(
                             p2p, board, announcer, identity, manifest, files, files_server, tasks
                         )
+                except asyncio.CancelledError:
+                    raise
+                except BaseException:
+                    self.exit_reason = "failed"
+                    raise
                 finally:
                     await self._leave(announcer)
                     for task in stack_tasks:
@@ -230,7 +237,9 @@ class Session:
             raise ValueError("a stage peer needs a stage")
         self._lifecycle.go("syncing")
         await announcer.publish()
-        compute, boundaries = await self._prepare(manifest, stage, files)
+        compute, boundaries = await prepare_stage(
+            self._config, manifest, stage, files, self._engine, self._reporter.note
+        )
         links = Links(
             p2p,
             Hello(run=manifest.run_id, stage=stage, incarnation=identity.incarnation),
@@ -262,6 +271,7 @@ class Session:
             files=files,
             tasks=tasks,
             on_snapshot=snapshots.take,
+            note=self._reporter.note,
             trace_ledger=self._config.trace_ledger,
         )
         self._trainer = announcer.trainer = trainer
@@ -277,48 +287,6 @@ class Session:
         finally:
             await links.close()
 
-    async def _prepare(
-        self, manifest: RunManifest, stage: int, files: RunFiles
-    ) -> tuple[StageCompute, Boundaries]:
-        """Fetch what the stage needs and build its computation on the compute thread."""
-        is_real = self._config.compute.is_real
-        names = [stage_name(stage)] if is_real else []
-        if needs_prior(manifest.codec):
-            names += [prior_name(b) for b in (stage - 1, stage) if 0 <= b < manifest.model.stages - 1]
-        for name in names:
-            artifact = manifest.artifact(name)
-            self._reporter.note(f"getting {name} ({artifact.nbytes / 1e6:.1f} MB)")
-            await files.ensure(name)
-        dtype = compute_dtype(manifest)
-
-        def codec(boundary: int) -> BoundaryCodec | None:
-            if not 0 <= boundary < manifest.model.stages - 1:
-                return None
-            return build_codec(
-                manifest.codec,
-                hidden_size=manifest.model.hidden_size,
-                boundary=boundary,
-                run_seed=manifest.seed,
-                prior=files.prior(boundary) if needs_prior(manifest.codec) else None,
-                device=self._config.device,
-                dtype=dtype,
-            )
-
-        def build() -> tuple[StageCompute, Boundaries]:
-            boundaries = Boundaries(incoming=codec(stage - 1), outgoing=codec(stage))
-            compute = build_compute(
-                manifest,
-                stage,
-                files.artifacts / stage_name(stage),
-                boundaries,
-                device=self._config.device,
-                microseconds_per_token=self._config.compute.microseconds_per_token,
-            )
-            return compute, boundaries
-
-        self._reporter.note(f"loading stage {stage}")
-        return await self._engine.submit(JobPriority.ROUND, build)
-
     async def _work(self, trainer: Trainer, links: Links, board: Noticeboard, announcer: Announcer) -> None:
         """Tick until the run has ended and its last state was served for a while."""
         published, refreshed, was_training = float("-inf"), float("-inf"), False
@@ -328,7 +296,10 @@ class Session:
                 trainer.failure.result()
             view = board.view()
             self._want(links, view, trainer)
-            trainer.tick(self._online(view, trainer))
+            online = self._online(view, trainer)
+            trainer.tick(online)
+            if not trainer.started.is_set():
+                self._say_who_is_missing(online, trainer.manifest.min_replicas)
             if trainer.started.is_set() and not was_training:
                 self._reporter.note("the run has started")
             if not was_training and time.monotonic() - refreshed > LIMITS.start_refresh_s:
@@ -349,7 +320,7 @@ class Session:
                 served_until = time.monotonic() + self._config.serve_after_s
                 self._status.is_finished = True
                 self._reporter.note(
-                    f"the run is finished; serving the final weights for {self._config.serve_after_s:.0f} s"
+                    f"the run is finished; serving the final weights for {self._config.serve_after_s / 60:.0f} minutes"
                 )
                 await announcer.publish()
             await asyncio.sleep(TICK_S)
@@ -358,8 +329,21 @@ class Session:
         """Ask for links with everybody in the own stage and the two beside it."""
         for peer, record in view.items():
             stage = record.stage
-            if record.state == "online" and stage is not None and abs(stage - trainer.stage) <= 1:
+            was_lost = time.monotonic() - self._lost.get(peer, float("-inf")) < REDIAL_LOST_S
+            is_near = stage is not None and abs(stage - trainer.stage) <= 1
+            if record.state == "online" and stage is not None and is_near and not was_lost:
                 links.want(peer, stage, record.addresses)
+
+    def _say_who_is_missing(self, online: list[list[str]], wanted: int) -> None:
+        missing = ", ".join(
+            f"stage {stage} has {len(peers)} of {wanted}"
+            for stage, peers in enumerate(online)
+            if len(peers) < wanted
+        )
+        if missing != self._waiting_for:
+            self._waiting_for = missing
+            if missing:
+                self._reporter.note(f"waiting for peers: {missing}")
 
     def _online(self, view: dict[str, PeerRecord], trainer: Trainer) -> list[list[str]]:
         online: list[list[str]] = [[] for _ in range(trainer.stages)]
@@ -378,6 +362,8 @@ class Session:
             self._trainer.on_frame(link, frame)
 
     def _on_up(self, link: Link) -> None:
+        self._linked.add(link.peer)
+        self._lost.pop(link.peer, None)
         if self._trainer is not None:
             self._trainer.on_up(link)
 
@@ -386,7 +372,11 @@ class Session:
         if links is None or trainer is None or trainer.finished.is_set():
             return
         stage = links.neighbours[peer].stage
-        self._reporter.note(f"lost {short(peer)} of stage {stage}: {reason}")
+        self._lost[peer] = time.monotonic()
+        if peer in self._linked:
+            self._linked.discard(peer)
+            what = "left" if reason == "left" else f"is lost ({reason})"
+            self._reporter.note(f"{short(peer)} of stage {stage} {what}")
         trainer.on_lost(peer, stage)
 
     async def _leave(self, announcer: Announcer) -> None:

@@ -63,6 +63,7 @@ class Trainer:
         files: RunFiles,
         tasks: asyncio.TaskGroup,
         on_snapshot: Callable[[int], None],
+        note: Callable[[str], None],
         trace_ledger: Path | None = None,
     ) -> None:
         self.manifest, self.stage, self.stages = manifest, stage, manifest.model.stages
@@ -76,7 +77,7 @@ class Trainer:
         self._plans = PlanBook(manifest)
         self._step_ends: defaultdict[str, set[int]] = defaultdict(set)
         self._stash: list[tuple[Link, Frame]] = []
-        self._on_snapshot, self._trace = on_snapshot, trace_ledger
+        self._on_snapshot, self._trace, self._note = on_snapshot, trace_ledger, note
         self._moved_at, self._has_warned = time.monotonic(), False
         self.worker = StageWorker(
             stage=stage,
@@ -409,7 +410,11 @@ class Trainer:
             return
         self._has_warned = True
         core, rounds = self.worker.core, self.averaging.core
-        logger.warning(
+        beside = [s for s in (self.stage - 1, self.stage + 1) if 0 <= s < self.stages]
+        empty = [str(s) for s in beside if not self._links.open_links(s)]
+        why = f"stage {' and '.join(empty)} has no peer left" if empty else "waiting for the other peers"
+        self._note(f"step {self.version} has not moved for {now - self._moved_at:.0f} s: {why}")
+        logger.info(
             "step %d has not moved for %.0f s: %d microbatches in flight, %d in the ledger, slots ended %d, round %s, "
             "present %s",
             self.version,

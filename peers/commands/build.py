@@ -59,7 +59,7 @@ def codec_config(options: RunOptions) -> AnyCodec:
         if options.codec == "basis":
             if values is not None:
                 raise UserError(
-                    "--codec-values belongs to --codec mask and dense; basis sends 4-bit coordinates"
+                    "--codec-values belongs to --codec mask and dense; basis sends 1 to 8 bits per coordinate"
                 )
             return BasisConfig(calibration_microbatches=options.calibration_microbatches, **ratio)
         if options.codec == "mask":

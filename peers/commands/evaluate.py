@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from peers.commands.options import CommandOptions
+from peers.commands.options import CommandOptions, check_exists
 from peers.config import UserError
 
 if TYPE_CHECKING:
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Held-out loss per token and perplexity of an ordinary transformers checkpoint, and what it writes after a
-prompt. The rows are a run's held-out rows (--run-dir), or any other data, packed the same way (--data).
-Nothing is masked or coded in evaluation.
+prompt. The rows are a run's held-out rows (--run-dir), or any other data, packed the same way (--data); with
+neither, only --prompt is answered. Nothing is masked or coded in evaluation.
 
 Examples:
   swarm-peer eval my-run/checkpoint --run-dir my-run
   swarm-peer eval ./model --data ./texts --sequence-length 512 --max-samples 200 --json loss.json
   swarm-peer eval my-run/checkpoint --run-dir my-run --prompt "import os" "def main("
+  swarm-peer eval ./my-model --prompt "import os"                    (no loss)
 """
 
 TOKENS_PER_FORWARD = 2048
@@ -158,8 +159,22 @@ def run_dataset(run_dir: Path) -> PackedDataset:
     return dataset
 
 
+def check_options(options: EvaluateOptions) -> None:
+    """Raise UserError for what can be seen before anything slow is done."""
+    if options.run_dir is not None and options.data is not None:
+        raise UserError("give either --run-dir RUN (its held-out rows) or --data SOURCE, not both")
+    if options.run_dir is None and options.data is None and not options.prompt:
+        raise UserError("give --run-dir RUN (its held-out rows) or --data SOURCE for a loss, or --prompt TEXT")
+    if options.max_samples < 1:
+        raise UserError(f"--max-samples {options.max_samples}: at least 1 is needed")
+    check_exists("CHECKPOINT", options.checkpoint)
+    if options.data is not None and options.data_kind != "hub":
+        check_exists("--data", options.data)
+
+
 def run(options: EvaluateOptions) -> int:
     """Evaluate and print."""
+    check_options(options)
     import json
     import math
     import tempfile
@@ -175,10 +190,6 @@ def run(options: EvaluateOptions) -> int:
     from swarm.model.source import load_pretrained
 
     console = Console(highlight=False, soft_wrap=True)
-    if (options.run_dir is None) == (options.data is None):
-        raise UserError("give either --run-dir RUN (its held-out rows) or --data SOURCE")
-    if options.max_samples < 1:
-        raise UserError(f"--max-samples {options.max_samples}: at least 1 is needed")
     if options.threads is not None:
         torch.set_num_threads(max(1, options.threads))
     quiet_transformers()
@@ -186,13 +197,14 @@ def run(options: EvaluateOptions) -> int:
     with tempfile.TemporaryDirectory(prefix="swarm-peer-eval-") as folder, phases(console) as progress:
         progress("load model", 0, 1)
         model, tokenizer = load_pretrained(options.checkpoint)
+        dataset: PackedDataset | None = None
         if options.run_dir is not None:
             dataset = run_dataset(options.run_dir.expanduser())
-        else:
+        elif options.data is not None:
             if tokenizer is None:
                 raise UserError(f"{options.checkpoint} has no tokenizer, which --data needs; use --run-dir")
             recipe = DataConfig(
-                source=options.data or "",
+                source=options.data,
                 kind=options.data_kind,
                 text_field=options.text_field,
                 split=options.split,
@@ -205,22 +217,24 @@ def run(options: EvaluateOptions) -> int:
                 recipe, tokenizer, Path(folder), lambda state: progress("pack data", state.tokens, None)
             )
             dataset = PackedDataset(Path(folder), index, "train")
-        loss = heldout_loss(
-            model, dataset, options.max_samples, lambda done, total: progress("evaluate", done, total)
+        result: dict[str, Any] = {"checkpoint": options.checkpoint}
+        if dataset is not None:
+            loss = heldout_loss(
+                model, dataset, options.max_samples, lambda done, total: progress("evaluate", done, total)
+            )
+            result |= {
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),
+                "samples": min(options.max_samples, len(dataset)),
+                "sequence_length": dataset.index.sequence_length,
+            }
+        result["seconds"] = time.monotonic() - started
+    if dataset is not None:
+        console.print(
+            f"loss {result['loss']:.4f} nats per token, perplexity {result['perplexity']:.2f}, "
+            f"over {result['samples']} rows of {result['sequence_length']} tokens",
+            markup=False,
         )
-    result: dict[str, Any] = {
-        "checkpoint": options.checkpoint,
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "samples": min(options.max_samples, len(dataset)),
-        "sequence_length": dataset.index.sequence_length,
-        "seconds": time.monotonic() - started,
-    }
-    console.print(
-        f"loss {loss:.4f} nats per token, perplexity {result['perplexity']:.2f}, over {result['samples']} rows "
-        f"of {dataset.index.sequence_length} tokens",
-        markup=False,
-    )
     if options.prompt:
         if tokenizer is None:
             raise UserError(f"{options.checkpoint} has no tokenizer, which --prompt needs")

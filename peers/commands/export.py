@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -138,10 +139,19 @@ async def _fetch_artifacts(observer: Observer, artifacts: Path, progress: Progre
         await fetch_artifact(observer.p2p, holders, artifact, manifest.run_id, artifacts / artifact.name)
 
 
-def _say(console: Console, manifest: RunManifest, version: int, out_dir: Path) -> None:
+def next_command(out_dir: Path, run_dir: Path | None) -> str:
+    """A command that shows what the checkpoint is worth: its loss where the held-out rows are at hand."""
+    words = ["swarm-peer", "eval", str(out_dir)]
+    words += ["--prompt", "import os"] if run_dir is None else ["--run-dir", str(run_dir)]
+    return shlex.join(words)
+
+
+def _say(
+    console: Console, manifest: RunManifest, version: int, out_dir: Path, run_dir: Path | None
+) -> None:
     console.print(
         f"{out_dir}: run {manifest.name!r} after {version} of {manifest.total_steps} steps\n"
-        f"next: swarm-peer eval {out_dir} --prompt ...",
+        f"next: {next_command(out_dir, run_dir)}",
         markup=False,
     )
 
@@ -165,5 +175,5 @@ def run(options: ExportOptions) -> int:
     else:
         with phases(console) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             manifest, version = runner.run(_from_swarm(options, progress))
-    _say(console, manifest, version, options.out_dir)
+    _say(console, manifest, version, options.out_dir, options.run_dir)
     return 0

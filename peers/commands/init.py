@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import tyro
 
-from peers.commands.options import CommandOptions
+from peers.commands.options import CommandOptions, check_exists
 from peers.config import UserError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class RunOptions(CommandOptions):
     """Tokens in a packed row."""
 
     codec: Literal["basis", "mask", "dense"] = "basis"
-    """What crosses a boundary between stages: 4-bit coordinates in fitted bases, a random mask, or everything."""
+    """What crosses a boundary between stages: 1 to 8 bits per coordinate in fitted bases, a random mask, or everything."""
 
     mask_ratio: float | None = None
     """Percent of a boundary's bytes not sent: 90 sends 10%. Without it, 90 for basis and 95 for mask."""
@@ -181,15 +181,23 @@ def create_run(options: RunOptions, run_dir: Path, progress: Progress | None = N
 def check_target(run_dir: Path) -> None:
     """Raise UserError unless a run can be made at `run_dir`."""
     if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
-        what = "already holds a run" if (run_dir / "manifest.yaml").exists() else "exists already"
+        if not (run_dir / "manifest.yaml").exists():
+            raise UserError(f"{run_dir} exists already and is no run: give another folder")
         raise UserError(
-            f"{run_dir} {what}: give another folder, or move it away first (its owner.key cannot be made again); "
-            f"to train it: swarm-peer seed {run_dir}"
+            f"{run_dir} already holds a run: give another folder, or move it away first (its owner.key cannot be "
+            f"made again); to train it: swarm-peer seed {run_dir}"
         )
 
 
+def check_sources(options: RunOptions) -> None:
+    """Raise UserError if the model or the data is a path to nothing."""
+    check_exists("--model", options.model)
+    if options.data_kind != "hub":
+        check_exists("--data", options.data)
+
+
 def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
-    """What was made: run id, stages, bytes per token, the next command."""
+    """What was made: run id, stages, bytes per token."""
     from rich.table import Table
 
     from peers.commands.inspect import boundary_bytes, stage_rows
@@ -222,7 +230,6 @@ def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
             f"uncoded bf16 would be {cost.uncoded} each way",
             markup=False,
         )
-    console.print(f"next: swarm-peer seed {run_dir}", markup=False)
 
 
 def run(options: InitOptions) -> int:
@@ -236,9 +243,11 @@ def run(options: InitOptions) -> int:
     console = Console(highlight=False, soft_wrap=True)
     run_dir = options.run_dir.expanduser()
     check_target(run_dir)
+    check_sources(options)
     started = time.monotonic()
     with phases(console) as progress:
         manifest = create_run(options, run_dir, progress)
     print_run(console, manifest, run_dir)
+    console.print(f"next: swarm-peer seed {run_dir}", markup=False)
     console.print(f"made in {time.monotonic() - started:.0f} s")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from peers.commands.init import RunOptions, check_target, create_run
+from peers.commands.init import RunOptions, check_sources, check_target, create_run
 from peers.config import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ Ctrl+C ends every peer within ten seconds; a second Ctrl+C at once. Logs: RUN_DI
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions(RunOptions):
-    """A whole swarm on this machine. Options of the run have no effect if RUN_DIR holds one already."""
+    """A whole swarm on this machine. If RUN_DIR holds a run, its options must not contradict it."""
 
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run's folder; made if it does not exist."""
@@ -89,12 +90,50 @@ def check_options(options: LocalOptions) -> None:
         raise UserError(f"--eval-samples {options.eval_samples}: must not be negative")
     if not (run_dir / "manifest.yaml").exists():
         check_target(run_dir)
+        check_sources(options)
     leftovers = [name for name in ("peers", "checkpoint") if (run_dir / name).exists()]
     if leftovers and not options.fresh:
         raise UserError(
             f"{run_dir} holds {' and '.join(leftovers)} of an earlier local run: give --fresh to delete them and "
             f"train again"
         )
+
+
+def run_options_without_effect(options: LocalOptions, manifest: RunManifest) -> list[str]:
+    """Options of the run that were given although the run exists already, and are not in the manifest to compare.
+
+    An option counts as given if it is not the default. Raises UserError for one that contradicts the manifest.
+    """
+    in_manifest: dict[str, Any] = {
+        "stages": manifest.model.stages,
+        "steps": manifest.total_steps,
+        "samples_per_step": manifest.samples_per_step,
+        "rows_per_microbatch": manifest.rows_per_microbatch,
+        "sequence_length": manifest.data.sequence_length,
+        "codec": manifest.codec.name,
+        "mask_ratio": getattr(manifest.codec, "mask_ratio", None),
+        "learning_rate": manifest.optimizer.learning_rate,
+        "compute": manifest.compute,
+        "seed": manifest.seed,
+    }
+    given = [
+        field.name
+        for field in dataclasses.fields(RunOptions)
+        if field.name not in {"config", "threads"} and getattr(options, field.name) != field.default
+    ]
+    wrong = [
+        f"--{name.replace('_', '-')} {getattr(options, name)} (the run has {in_manifest[name]})"
+        for name in given
+        if name in in_manifest and getattr(options, name) != in_manifest[name]
+    ]
+    if "replicas" in given and options.replicas < manifest.min_replicas:
+        wrong.append(f"--replicas {options.replicas} (the run needs {manifest.min_replicas})")
+    if wrong:
+        raise UserError(
+            f"{options.run_dir} holds a run made with other options: {', '.join(wrong)}; leave them out, or give "
+            f"another folder"
+        )
+    return [name for name in given if name not in in_manifest and name != "replicas"]
 
 
 def run(options: LocalOptions) -> int:
@@ -139,9 +178,13 @@ def _run(options: LocalOptions, zygote: Zygote) -> int:
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     if (run_dir / "manifest.yaml").exists():
         manifest = RunManifest.load(run_dir / "manifest.yaml")
+        ignored = run_options_without_effect(options, manifest)
         console.print(
             f"training the run {manifest.name!r} that {run_dir} holds, as it was made", markup=False
         )
+        if ignored:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+            console.print(f"without effect on a run that exists: {names}", markup=False)
         for name in ("peers", "checkpoint"):
             shutil.rmtree(run_dir / name, ignore_errors=True)
     else:

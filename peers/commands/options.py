@@ -103,6 +103,17 @@ def parse_options(
     )
 
 
+def check_exists(option: str, source: str) -> None:
+    """Raise UserError if `source` can only be meant as a path, and there is nothing at that path."""
+    is_path = (
+        source.startswith((".", "/", "~"))
+        or source.count("/") >= 2
+        or source.endswith((".gguf", ".txt", ".jsonl"))
+    )
+    if is_path and not Path(source).expanduser().exists():
+        raise UserError(f"{option}: no such file or folder: {source}")
+
+
 def _config_file(arguments: Sequence[str]) -> str | None:
     """The value of --config on the command line: it is needed before the command line is parsed."""
     for index, argument in enumerate(arguments):

@@ -95,7 +95,11 @@ def render(swarm: Mapping[str, Any]) -> RenderableType:
         f"run {swarm['run_name']!r} ({swarm['run_id']}), model {swarm['model']}, "
         f"step {swarm['step']} of {swarm['total_steps']}"
     ]
-    if short:
+    if swarm["step"] >= swarm["total_steps"]:
+        lines.append("finished")
+    elif swarm["step"] > 0:
+        lines.append("training: closed to newcomers")
+    elif short:
         missing = ", ".join(f"stage {s['stage']} ({s['online']} of {swarm['min_replicas']})" for s in short)
         lines.append(f"peers wanted: {missing}")
     return Group(*(Text(line) for line in lines), table)

@@ -75,6 +75,7 @@ class World:
             tasks=tasks,
             on_ledger=lambda: None,
             on_slot_done=lambda slot: None,
+            on_give_up=lambda key: None,
         )
         self.worker._send_forward = lambda peer, entry: self.sent.append(peer)  # type: ignore[method-assign]
         core = self.worker.core

@@ -1,0 +1,62 @@
+"""From a run's files to a stage that can compute: fetch what it needs, build codecs and model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from peers.compute import Boundaries, StageCompute, build_compute, compute_dtype
+from peers.config import PeerConfig
+from peers.engine import Engine, JobPriority
+from peers.run_files import RunFiles, prior_name, stage_name
+from swarm.activation.base import BoundaryCodec
+from swarm.activation.registry import build_codec, needs_prior
+from swarm.manifest import RunManifest
+
+
+async def prepare_stage(
+    config: PeerConfig,
+    manifest: RunManifest,
+    stage: int,
+    files: RunFiles,
+    engine: Engine,
+    note: Callable[[str], None],
+) -> tuple[StageCompute, Boundaries]:
+    """Fetch the stage's files (a calibrated stage needs no weights) and build it on the compute thread.
+
+    Raises TransferError if nobody has a file, ValueError if one does not fit the manifest.
+    """
+    names = [stage_name(stage)] if config.compute.is_real else []
+    if needs_prior(manifest.codec):
+        names += [prior_name(b) for b in (stage - 1, stage) if 0 <= b < manifest.model.stages - 1]
+    for name in names:
+        artifact = manifest.artifact(name)
+        note(f"getting {name} ({artifact.nbytes / 1e6:.1f} MB)")
+        await files.ensure(name)
+
+    def codec(boundary: int) -> BoundaryCodec | None:
+        if not 0 <= boundary < manifest.model.stages - 1:
+            return None
+        return build_codec(
+            manifest.codec,
+            hidden_size=manifest.model.hidden_size,
+            boundary=boundary,
+            run_seed=manifest.seed,
+            prior=files.prior(boundary) if needs_prior(manifest.codec) else None,
+            device=config.device,
+            dtype=compute_dtype(manifest),
+        )
+
+    def build() -> tuple[StageCompute, Boundaries]:
+        boundaries = Boundaries(incoming=codec(stage - 1), outgoing=codec(stage))
+        compute = build_compute(
+            manifest,
+            stage,
+            files.artifacts / stage_name(stage),
+            boundaries,
+            device=config.device,
+            microseconds_per_token=config.compute.microseconds_per_token,
+        )
+        return compute, boundaries
+
+    note(f"loading stage {stage}")
+    return await engine.submit(JobPriority.ROUND, build)
