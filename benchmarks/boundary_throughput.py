@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048, help="width of the hidden states")
     parser.add_argument("--codec", choices=("dense", "mask"), default="dense")
     arguments = parser.parse_args()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would forbid the fork
     import peers.commands.build
     import peers.peer  # noqa: F401 - imported before the fork, so that peers start in milliseconds
     from peers.config import ComputeMode, PeerConfig

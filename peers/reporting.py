@@ -185,7 +185,8 @@ class TerminalReporter:
     """For people: notes as lines, the status as one line that is rewritten, the summary at the end.
 
     Without a terminal the status is a line at every new step, and at least every ten seconds, and notes and
-    status lines begin with the time. Use as a context manager, so that the live line is given back to the terminal whatever happens.
+    status lines begin with the time. Use as a context manager, so that the live line is given back to the
+    terminal whatever happens.
     """
 
     def __init__(

@@ -164,7 +164,9 @@ def check_options(options: EvaluateOptions) -> None:
     if options.run_dir is not None and options.data is not None:
         raise UserError("give either --run-dir RUN (its held-out rows) or --data SOURCE, not both")
     if options.run_dir is None and options.data is None and not options.prompt:
-        raise UserError("give --run-dir RUN (its held-out rows) or --data SOURCE for a loss, or --prompt TEXT")
+        raise UserError(
+            "give either --run-dir RUN (its held-out rows) or --data SOURCE, or --prompt TEXT without a loss"
+        )
     if options.max_samples < 1:
         raise UserError(f"--max-samples {options.max_samples}: at least 1 is needed")
     check_exists("CHECKPOINT", options.checkpoint)

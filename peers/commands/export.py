@@ -146,9 +146,7 @@ def next_command(out_dir: Path, run_dir: Path | None) -> str:
     return shlex.join(words)
 
 
-def _say(
-    console: Console, manifest: RunManifest, version: int, out_dir: Path, run_dir: Path | None
-) -> None:
+def _say(console: Console, manifest: RunManifest, version: int, out_dir: Path, run_dir: Path | None) -> None:
     console.print(
         f"{out_dir}: run {manifest.name!r} after {version} of {manifest.total_steps} steps\n"
         f"next: {next_command(out_dir, run_dir)}",

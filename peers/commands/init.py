@@ -89,7 +89,7 @@ class RunOptions(CommandOptions):
     """Tokens in a packed row."""
 
     codec: Literal["basis", "mask", "dense"] = "basis"
-    """What crosses a boundary between stages: 1 to 8 bits per coordinate in fitted bases, a random mask, or everything."""
+    """What crosses a boundary: 1 to 8 bits per coordinate in fitted bases, a random mask, or everything."""
 
     mask_ratio: float | None = None
     """Percent of a boundary's bytes not sent: 90 sends 10%. Without it, 90 for basis and 95 for mask."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from typing import Any
 
 from rich.console import Console
@@ -56,6 +57,17 @@ def test_status_line_of_a_peer_without_figures() -> None:
     assert status_line({"state": "joining", "stage": 0, "loss": None}) == (
         "joining  stage 0  - tokens/s  up - down - Mbit/s  - neighbours"
     )
+
+
+def test_status_line_of_a_seed_has_no_figures_of_training() -> None:
+    line = status_line({**STATUS, "role": "seed", "stage": None, "state": "online"})
+    assert line == "online  up 1.2 down 20.0 Mbit/s"
+
+
+def test_plain_lines_begin_with_the_time() -> None:
+    console = plain_console()
+    TerminalReporter(console=console).note("hello")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d hello\n", text_of(console))
 
 
 def test_seed_prints_a_join_line_for_every_stage() -> None:

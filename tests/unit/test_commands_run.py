@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 import stat
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -20,8 +22,11 @@ from peers.cli import main
 from peers.commands.assembly import choose_version
 from peers.commands.compare import dense_trainer, share_of_gain
 from peers.commands.evaluate import heldout_loss, run_dataset, spread
+from peers.commands.export import next_command
 from peers.commands.init import RunOptions, create_run
 from peers.commands.inspect import boundary_bytes, part_batches, stage_rows, step_samples
+from peers.commands.local import LocalOptions, run_options_without_effect
+from peers.commands.status import describe, render
 from peers.config import UserError
 from swarm.data.dataset import PackedDataset
 from swarm.manifest import ManifestError, RunManifest
@@ -301,3 +306,61 @@ def test_small_helpers() -> None:
     assert spread(0, 4) == []
     assert share_of_gain(3.0, 2.2, 2.0) == pytest.approx(0.8)
     assert share_of_gain(2.0, 2.0, 2.1) is None
+
+
+def test_eval_of_a_prompt_alone_computes_no_loss(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(model_dir), "--prompt", "def", "--new-tokens", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "'def' -> " in out
+    assert "loss" not in out
+    assert main(["eval", str(model_dir)]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["init", "RUN", "--model", "./nowhere"],
+        ["init", "RUN", "--data", "notes.jsonl"],
+        ["local", "RUN", "--data", "a/b/c"],
+        ["eval", "./nowhere", "--prompt", "x"],
+    ],
+)
+def test_path_to_nothing_is_told_at_once(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "run") if word == "RUN" else word for word in arguments]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_export_ends_with_a_command_that_can_be_run() -> None:
+    assert next_command(Path("m1"), Path("my-run")) == "swarm-peer eval m1 --run-dir my-run"
+    assert next_command(Path("m1"), None) == "swarm-peer eval m1 --prompt 'import os'"
+
+
+def test_folder_that_is_no_run_is_not_offered_for_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    assert main(["init", str(tmp_path)]) == 2
+    assert "swarm-peer seed" not in capsys.readouterr().err
+
+
+def test_options_that_contradict_an_existing_run_are_refused(run_dir: Path, manifest: RunManifest) -> None:
+    same = LocalOptions(run_dir=run_dir, stages=3, steps=4, mask_ratio=80.0, warmup_steps=1)
+    assert run_options_without_effect(same, manifest) == ["warmup_steps"]
+    with pytest.raises(UserError, match=r"--steps 5 \(the run has 4\)"):
+        run_options_without_effect(dataclasses.replace(same, steps=5), manifest)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"), [(0, "peers wanted: stage 0"), (2, "closed to newcomers"), (4, "finished")]
+)
+def test_status_wants_peers_only_before_the_first_step(
+    manifest: RunManifest, step: int, message: str
+) -> None:
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    console.print(render({**describe(manifest, {}), "step": step}))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert message in text
+    assert ("peers wanted" in text) == (step == 0)
