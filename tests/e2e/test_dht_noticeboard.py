@@ -325,16 +325,16 @@ def test_newer_start_of_a_copied_key_is_reported_to_the_older() -> None:
             first = await made.peer(seed.address)
             assert await first.board.publish(first.record())
             copied = first.record(
-                incarnation=first.identity.incarnation + 1, expires_at=first.board.clock.now() + 9
+                incarnation=first.identity.incarnation + 1, expires_at=first.board.clock.now() + 40
             )
             data = encode_record(copied, first.identity)
             assert first.board.rival_incarnation is None
             assert await seed.board._live_node().store(
                 peers_key("run-1"), data, copied.expires_at, subkey=copied.peer_id
             )
-            await until(lambda: first.board.rival_incarnation == copied.incarnation, 5)
+            await until(lambda: first.board.rival_incarnation == copied.incarnation, 30)
             assert first.identity.peer_id not in first.board.view()
-            await until(lambda: first.identity.peer_id in seed.board.view())
+            await until(lambda: first.identity.peer_id in seed.board.view(), 30)
             assert seed.board.view()[first.identity.peer_id].incarnation == copied.incarnation
 
     run(scenario())
