@@ -113,6 +113,8 @@ def assemble(
     causal.load_state_dict(tensors, strict=True, assign=True)
     target = Path(out_dir)
     causal.save_pretrained(str(target), state_dict=tensors)
+    for weights in target.glob("*.safetensors"):
+        weights.chmod(0o644)  # safetensors writes 0600; a checkpoint is as readable as its config
     if tokenizer_dir is not None:
         for name in TOKENIZER_FILES:
             source = Path(tokenizer_dir) / name
