@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +27,15 @@ class Host:
     """The process that forks peers (`tests.kit.host`)."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        # Peers that are killed leave their folders behind; the next start would sweep them, here they go at once.
+        self._temporary = tempfile.mkdtemp(prefix="sp-")
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "TMPDIR": self._temporary,
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.kit.host"],
             stdin=subprocess.PIPE,
@@ -56,6 +66,7 @@ class Host:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _call(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
