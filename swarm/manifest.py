@@ -211,9 +211,12 @@ class RunManifest(BaseModel):
 
     def save(self, path: Path) -> None:
         """Write the manifest as YAML, atomically."""
-        temporary = path.with_suffix(".tmp")
         data = self.model_dump(mode="json", exclude_unset=True)
         text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110)
+        if yaml.load(text, Loader=_PlainLoader) != data:
+            # YAML folds some Unicode line breaks away; escaped, they survive.
+            text = yaml.safe_dump(data, sort_keys=False, allow_unicode=False, width=110)
+        temporary = path.with_suffix(".tmp")
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
 
