@@ -21,6 +21,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from dht.addresses import Address, AddressError, parse_address, parse_peer_id
+from dht.knock import KNOCK_S, Knock, knock, reachable_addresses
 
 Cause = Literal[
     "malformed",  # not a usable multiaddr
@@ -36,6 +37,7 @@ Cause = Literal[
     "host_down",  # our own daemon does not answer
 ]
 
+_ADDRESS_LINE = re.compile(r"\* \[([^\]]+)\] (.*)")
 _MISMATCH = re.compile(r"peer id mismatch: expected (\w+), but remote key matches (\w+)")
 
 
@@ -85,7 +87,9 @@ async def connect_peer(p2p: P2P, peer_id: str, addresses: Sequence[str], deadlin
     """Connect to a peer by its id, with the addresses of its record (with or without /p2p/...).
 
     Addresses that cannot be used are skipped. With none left, the peer is looked up through the peers
-    we are connected to. Returns at once if connected already. Raises DialError.
+    we are connected to. Returns at once if connected already. Raises DialError; its cause is "refused" only if
+    every address refuses at this moment, and then libp2p was not asked, so that its back-off does not stand in
+    the way when the peer comes back.
     """
     try:
         target = parse_peer_id(peer_id)
@@ -99,9 +103,14 @@ async def connect_peer(p2p: P2P, peer_id: str, addresses: Sequence[str], deadlin
             continue
     try:
         async with asyncio.timeout(deadline_s):
+            is_known = await _is_connected(p2p, target)
+            if not is_known and await knock(addresses, min(KNOCK_S, deadline_s)) is Knock.REFUSED:
+                raise DialError(f"nothing listens at the addresses of peer {peer_id}", "refused")
             await _connect(p2p, target, transports, deadline_s)
     except TimeoutError as error:
         raise DialError(f"peer {peer_id} did not answer within {deadline_s:.1f} s", "timeout") from error
+    except DialError:
+        raise
     except ControlFailure as error:
         cause, detail, _ = _explain(str(error))
         raise DialError(f"peer {peer_id} cannot be reached: {detail}", cause) from error
@@ -169,6 +178,20 @@ async def _knock(text: str, address: Address) -> Address | DialResult:
     return Address("ip6" if ":" in host else "ip4", host, address.port, address.peer_id)
 
 
+async def _is_connected(p2p: P2P, peer_id: PeerID) -> bool:
+    """Whether p2pd holds a connection with a peer. Raises OSError or EOFError if p2pd is gone."""
+    connector = p2p._client.control.daemon_connector
+    reader, writer = await connector.open_connection()
+    try:
+        await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        response = p2pd_pb2.Response()
+        await read_pbmsg_safe(reader, response)
+    finally:
+        writer.close()
+    wanted = peer_id.to_bytes()
+    return any(peer.id == wanted for peer in response.peers)
+
+
 async def _connect(p2p: P2P, peer_id: PeerID, transports: Sequence[bytes], deadline_s: float) -> None:
     """p2pd's CONNECT; unlike hivemind's own it closes its socket when cancelled, and p2pd gives up too.
 
@@ -189,6 +212,14 @@ async def _connect(p2p: P2P, peer_id: PeerID, transports: Sequence[bytes], deadl
         raise ControlFailure(response.error.msg)
 
 
+def _all_refuse(lines: Sequence[str]) -> bool:
+    """Whether p2pd says of every address that could be this peer's that it refuses; see `dht.knock`."""
+    matches = [match for line in lines if (match := _ADDRESS_LINE.match(line))]
+    said = {match[1]: match[2] for match in matches}
+    usable = {address.transport for address in reachable_addresses(list(said))}
+    return bool(usable) and all("connection refused" in said.get(transport, "") for transport in usable)
+
+
 def _explain(message: str, transport: str | None = None) -> tuple[Cause, str, str | None]:
     """Cause, text and the peer id that answered, from p2pd's error.
 
@@ -203,7 +234,9 @@ def _explain(message: str, transport: str | None = None) -> tuple[Cause, str, st
     if "dial backoff" in text:
         return "backoff", "failed a moment ago; wait some seconds before the next try", None
     if "connection refused" in text:
-        return "refused", "nothing listens on that port", None
+        if own or _all_refuse(lines):
+            return "refused", "nothing listens on that port", None
+        return "unreachable", "some addresses refuse, others do not answer", None
     if "no route to host" in text or "network is unreachable" in text:
         return "unreachable", "no route to that address", None
     if "timeout" in text or "deadline exceeded" in text:

@@ -19,10 +19,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +80,24 @@ class _Host(P2P):  # type: ignore[misc]  # hivemind has no types
 
     started: list[_Host]
     """Filled by the constructor, so that a start that is cancelled half-way can be cleaned up."""
+    arguments: list[str]
+    """The daemon's command line, for `dht.revive`. Every host has a class of its own, so this is the host's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recent_output: deque[str] = deque(maxlen=_KEPT_OUTPUT_LINES)
         self.runtime: _RuntimeDirectory | None = None
+        self.listening: tuple[Address, ...] = ()
+        self.startup_timeout_s = 60.0
         self.started.append(self)
 
-    @staticmethod
-    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+    @classmethod
+    def _make_process_args(cls, *args: Any, **kwargs: Any) -> list[str]:
         arguments: list[str] = P2P._make_process_args(*args, **kwargs)
-        if not sys.executable:
-            return arguments
-        return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments]
+        if sys.executable:
+            arguments = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments]
+        cls.arguments = arguments
+        return arguments
 
     def _log_p2pd_message(self, line: str) -> None:
         self.recent_output.append(line)
@@ -170,21 +175,24 @@ async def start_host(
             initial_peers=None,
             host_maddrs=[address.transport for address in wanted],
             announce_maddrs=[parse_address(text).transport for text in announce] if announce else None,
-            identity_path=None if identity_path is None else str(identity_path),
+            # A key that only the daemon knows would make its successor (`dht.revive`) another peer.
+            identity_path=str(identity_path or runtime.path / "identity.key"),
             dht_mode="client" if client_mode else "server",
             check_if_identity_free=False,
             nat_port_map=nat_port_map,
             startup_timeout=startup_timeout_s,
         )
         host.runtime = runtime
-        _check_listening(host, wanted)
+        host.startup_timeout_s = startup_timeout_s
+        host.listening = _listening(host, wanted)
+        check_listening(host, wanted)
     except BaseException as error:
         for half_started in started:
-            await _end_process(half_started)
+            await end_process(half_started)
         runtime.remove()
         if isinstance(error, (P2PDaemonError, OSError, asyncio.IncompleteReadError)):
             output = [line for half_started in started for line in half_started.recent_output]
-            raise _start_error(error, output, wanted, startup_timeout_s) from error
+            raise start_error(error, output, wanted, startup_timeout_s) from error
         raise
     return host
 
@@ -195,7 +203,7 @@ async def stop_host(p2p: P2P) -> None:
     Completes within `STOP_GRACE_S` and a little, also when cancelled meanwhile.
     """
     try:
-        await _end_process(p2p)
+        await end_process(p2p)
     finally:
         runtime = getattr(p2p, "runtime", None)
         if runtime is not None:
@@ -270,7 +278,27 @@ def _port_taken(port: int, pids: set[int]) -> PortTaken:
     )
 
 
-def _check_listening(host: P2P, wanted: Sequence[Address]) -> None:
+def _listening(host: P2P, wanted: Sequence[Address]) -> tuple[Address, ...]:
+    """The listen addresses with the ports that port 0 became; port 0 stays where this cannot be found out."""
+    try:
+        connections = psutil.Process(host._child.pid).net_connections(kind="tcp")
+    except (psutil.Error, OSError):
+        return tuple(wanted)
+    ports: defaultdict[str, list[int]] = defaultdict(list)
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr:
+            ports[connection.laddr.ip].append(connection.laddr.port)
+    fixed = {(address.host, address.port) for address in wanted}
+    chosen = {ip: sorted(port for port in of_ip if (ip, port) not in fixed) for ip, of_ip in ports.items()}
+    return tuple(
+        address
+        if address.port or not chosen.get(address.host)
+        else replace(address, port=chosen[address.host].pop(0))
+        for address in wanted
+    )
+
+
+def check_listening(host: P2P, wanted: Sequence[Address]) -> None:
     """After the start: every fixed port is ours, and ours alone (two starts at once could share it)."""
     for port in {address.port for address in wanted if address.port}:
         pids = _listeners(port)
@@ -284,7 +312,7 @@ def _check_listening(host: P2P, wanted: Sequence[Address]) -> None:
             raise _port_taken(port, others)
 
 
-def _start_error(
+def start_error(
     error: BaseException, output: Sequence[str], wanted: Sequence[Address], startup_timeout_s: float
 ) -> HostError:
     """The clear form of what p2pd or hivemind said about a failed start."""
@@ -305,7 +333,7 @@ def _tail(lines: Sequence[str] | deque[str]) -> str:
     return " | ".join(list(lines)[-3:]) or "none"
 
 
-async def _end_process(p2p: P2P) -> None:
+async def end_process(p2p: P2P) -> None:
     """Terminate p2pd, kill it after `STOP_GRACE_S`, and wait for hivemind's tasks on it to end."""
     control = p2p._client.control if p2p._client is not None else None
     tasks = [p2p._listen_task, p2p._reader_task]

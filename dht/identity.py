@@ -128,7 +128,7 @@ class Identity:
         process), and IdentityError if the counter cannot be written.
         """
         if self.is_ephemeral:
-            self._incarnation = max((self._incarnation or 0) + 1, int(time.time()))
+            self._incarnation = max((self._incarnation or 0) + 1, int(time.time() * 1000))
             return IdentityLock(None)
         lock_path = self.path.with_name(self.path.name + ".lock")
         descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -161,8 +161,8 @@ class Identity:
     def _next_incarnation(self) -> int:
         """Read, raise and store the counter.
 
-        At least the seconds since 1970, so that a lost counter file, or a key copied without it, still
-        yields a higher number.
+        At least the milliseconds since 1970, so that a lost counter file, or a key copied without it, still
+        yields a higher number, and two starts of a copied key never the same one.
         """
         path = self.path.with_name(self.path.name + ".incarnation")
         previous = 0
@@ -172,7 +172,7 @@ class Identity:
             pass
         except (ValueError, UnicodeDecodeError):
             logger.warning("%s does not hold a number; starting again from the clock", path)
-        incarnation = max(previous + 1, int(time.time()))
+        incarnation = max(previous + 1, int(time.time() * 1000))
         try:
             _replace_durably(path, f"{incarnation}\n".encode("ascii"))
         except OSError as error:

@@ -8,8 +8,8 @@
         peers = board.view()                     # a plain dict, at once
         await board.wait_changed(seen, deadline_s=10)
 
-Everything runs in the caller's event loop on the caller's host. If the host dies, close the board, start a
-new host and create a new board: records of the same identity go on.
+Everything runs in the caller's event loop on the caller's host. If the host's daemon dies and is revived
+(`dht.revive`), call `reconnect`: the board goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P
 from hivemind.proto import dht_pb2
 
+from dht.acquaintances import Acquaintances
 from dht.addresses import Address, AddressError, parse_address, parse_peer_id
 from dht.clock import SwarmClock
 from dht.dial import DialError, connect_peer
@@ -55,6 +56,10 @@ REFRESH_BYTES_PER_S = 16_000
 
 PUBLISH_S = 10.0
 HEAL_S = 30.0
+HEAL_SOON_S = 5.0
+"""When the view has shrunk, healing does not wait for its turn, but is not repeated sooner than this."""
+HEAL_BREADTH = 8
+"""Peers that are dialled again beside the initial ones."""
 READ_BREADTH = 3
 """How many of the nodes nearest to a key are read; each holds all records, so more only costs bytes."""
 
@@ -90,6 +95,9 @@ class Noticeboard:
         self._failing: set[str] = set()
         self._node: DHTNode | None = None
         self._publish_lock = asyncio.Lock()
+        self._acquaintances = Acquaintances()
+        self._live_peers = 0
+        self._has_shrunk = asyncio.Event()
 
     @classmethod
     async def create(
@@ -141,7 +149,7 @@ class Noticeboard:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._every(REFRESH_S, self._refresh_period, self.refresh))
             group.create_task(self._every(PUBLISH_S, lambda: PUBLISH_S, self._publish_all))
-            group.create_task(self._every(HEAL_S, lambda: HEAL_S, self._heal))
+            group.create_task(self._keep_together())
             group.create_task(self._expire_on_time())
 
     def watch_run(self, run_id: str) -> None:
@@ -170,6 +178,11 @@ class Noticeboard:
         """
         own = self._peers.live(self.clock.now()).get(self._identity.peer_id)
         return own.incarnation if own is not None and own.incarnation > self._identity.incarnation else None
+
+    @property
+    def incarnation(self) -> int:
+        """Incarnation of this start."""
+        return self._identity.incarnation
 
     def manifests(self) -> list[ManifestPointer]:
         """Live manifest pointers of all runs; at once, from memory."""
@@ -229,6 +242,12 @@ class Noticeboard:
         self._note_success("refresh")
         return True
 
+    async def reconnect(self) -> None:
+        """The host's daemon is a new one and knows nobody: dial who was known, publish and read at once."""
+        await self._heal()
+        await self._publish_all()
+        await self.refresh()
+
     async def close(self) -> None:
         """Leave the DHT (the host stays); harmless when the host is dead already."""
         node, self._node = self._node, None
@@ -282,6 +301,11 @@ class Noticeboard:
             ((s, r) for s, r in records if isinstance(r, PeerRecord) and r.run_id == self.run_id), now
         )
         self.validator.forget_expired(now)
+        peers = self._peers.live(now)
+        self._acquaintances.remember(peers.values(), now)
+        if len(peers) < self._live_peers:
+            self._has_shrunk.set()
+        self._live_peers = len(peers)
         if self.view_version != version:
             self._notify()
 
@@ -301,7 +325,7 @@ class Noticeboard:
 
         Raises ClockSkewError.
         """
-        answers = await asyncio.gather(*(self._ping(address) for address in self._initial))
+        answers = await asyncio.gather(*(self._ping(address.peer_id or "") for address in self._initial))
         differences = [difference for difference in answers if difference is not None]
         before = self.clock.offset_s
         offset = self.clock.correct(differences)
@@ -309,10 +333,11 @@ class Noticeboard:
             logger.warning("this machine's clock is off by %.1f s against the swarm; corrected here", -offset)
         return len(differences)
 
-    async def _ping(self, address: Address) -> float | None:
-        """One initial peer: its clock minus ours in seconds, or None if it does not answer."""
-        assert address.peer_id is not None
-        peer = parse_peer_id(address.peer_id)
+    async def _ping(self, peer_id: str) -> float | None:
+        """One peer: its clock minus ours in seconds, or None if it does not answer."""
+        if peer_id == str(self._p2p.peer_id):
+            return None
+        peer = parse_peer_id(peer_id)
         protocol = self._live_node().protocol
         request = dht_pb2.PingRequest(peer=protocol.node_info, validate=False)
         asked = self.clock.now()
@@ -321,20 +346,36 @@ class Noticeboard:
             answered = self.clock.now()
             node_id = DHTID.from_bytes(response.peer.node_id)
         except Exception as error:  # includes a peer that is no noticeboard, or a client
-            logger.debug("initial peer %s does not answer: %r", address.transport, error)
+            logger.debug("peer %s does not answer: %r", peer_id, error)
             return None
         await protocol.update_routing_table(node_id, peer, responded=True)
         return float(response.dht_time) - (asked + answered) / 2
 
+    async def _keep_together(self) -> None:
+        """Heal now and then, and soon after peers have vanished from the view."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEAL_S * random.uniform(0.8, 1.2)):
+                    await self._has_shrunk.wait()
+            self._has_shrunk.clear()
+            try:
+                await self._heal()
+                self._note_success("heal")
+            except Exception as error:
+                self._note_failure("heal", error)
+            await asyncio.sleep(min(HEAL_SOON_S, HEAL_S))
+
     async def _heal(self) -> None:
-        """Find initial peers again that were lost, so that a split board grows together."""
-        for address in self._initial:
-            if str(self._p2p.peer_id) == address.peer_id or address.peer_id is None:
-                continue
+        """Find peers again that were lost, so that a split board grows together. Raises ClockSkewError."""
+        initial = [(address.peer_id or "", (address.transport,)) for address in self._initial]
+        others = [entry for entry in self._acquaintances.sample(HEAL_BREADTH) if entry not in initial]
+        await asyncio.gather(*(self._redial(*entry) for entry in initial + others))
+        await asyncio.gather(self._greet(), *(self._ping(peer) for peer, _ in others))
+
+    async def _redial(self, peer: str, addresses: Sequence[str]) -> None:
+        if peer != str(self._p2p.peer_id):
             with suppress(DialError, AddressError):
-                await connect_peer(self._p2p, address.peer_id, [address.transport], CALL_TIMEOUT_S)
-        await self._greet()
-        self._note_success("heal")
+                await connect_peer(self._p2p, peer, addresses, CALL_TIMEOUT_S)
 
     async def _publish_all(self) -> None:
         """Put all own records up again."""

@@ -21,6 +21,9 @@ MAX_BOARD_BYTES = 1_500_000
 """Bytes of records under one DHT key. A key's records must fit one unary answer (4 MiB, with room for the
 signature envelope); more than this many bytes of strangers' records are refused ("full")."""
 
+MAX_BYTES = 32_000_000
+"""Bytes of records under all keys: runs cost a stranger nothing, and each has a key of its own."""
+
 CLOCK_TOLERANCE_S = 3.0
 """Two machines' swarm times may differ by the error of the offset's measurement."""
 
@@ -50,6 +53,7 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
         self._now = now
         self._newest: dict[tuple[bytes, bytes], _Newest] = {}
         self._board_bytes: Counter[bytes] = Counter()
+        self._bytes = 0
         self._decoded: OrderedDict[bytes, Record] = OrderedDict()
         self.refused: Counter[str] = Counter()
 
@@ -108,15 +112,20 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
         newest = self._newest.get(place)
         if newest is not None and record.order < newest.order:
             return "stale"
-        if self._board_bytes[entry.key] + len(entry.value) > MAX_BOARD_BYTES:
+        if self._is_full(entry.key, len(entry.value)):
             self.forget_expired(now)
             newest = self._newest.get(place)
         growth = len(entry.value) - (newest.nbytes if newest is not None else 0)
-        if growth > 0 and self._board_bytes[entry.key] + growth > MAX_BOARD_BYTES:
+        if growth > 0 and self._is_full(entry.key, growth):
             return "full"
         self._newest[place] = _Newest(record.order, len(entry.value))
         self._board_bytes[entry.key] += growth
+        self._bytes += growth
         return None
+
+    def _is_full(self, key: bytes, growth: int) -> bool:
+        """Whether that many bytes more are too many, under this key or in all."""
+        return self._board_bytes[key] + growth > MAX_BOARD_BYTES or self._bytes + growth > MAX_BYTES
 
     def forget_expired(self, now: float) -> None:
         """Drop what has expired, so that memory follows the number of living peers."""
@@ -124,5 +133,6 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
             if newest.order[1] < now - CLOCK_TOLERANCE_S:
                 del self._newest[place]
                 self._board_bytes[place[0]] -= newest.nbytes
+                self._bytes -= newest.nbytes
                 if self._board_bytes[place[0]] <= 0:
                     del self._board_bytes[place[0]]

@@ -64,7 +64,7 @@ class Announcer:
             stage=self._stage,
             state=self._lifecycle.state,
             step=trainer.version if trainer is not None else 0,
-            training=trainer is not None and trainer.started.is_set() and self._lifecycle.state == "online",
+            training=trainer is not None and trainer.is_voting and self._lifecycle.state == "online",
             addresses=self._addresses,
             loss=loss if loss is not None and math.isfinite(loss) else None,
             tokens_per_s=status["tokens_per_s"],

@@ -7,7 +7,7 @@ runs a slot runs the same samples under the same keys.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from peers.frames import Frame, FrameError, Kind, need, need_count, need_texts
 from peers.link import Link
@@ -32,28 +32,42 @@ class Assignments:
         """The assignment that came with a plan."""
         self._plan, self._counter, self._sources = plan.digest(), 0, sources
 
-    def run_own(self, plan: Plan) -> None:
-        """Start the slots that are this peer's from the beginning."""
+    def run_own(self, plan: Plan, is_replay: bool = False) -> None:
+        """Start the slots that are this peer's from the beginning.
+
+        is_replay: this peer may have run them before (it began anew in the middle of the step).
+        """
         if plan.digest() == self._plan and self._counter == 0:
             for slot, source in enumerate(self._sources):
                 if source == self._me:
-                    self._run_slot(plan, slot, False)
+                    self._run_slot(plan, slot, is_replay)
 
     def take_early(self, plan: Plan) -> None:
         """Take an ASSIGN that came before the plan it is about."""
         if (early := self._early.pop(plan.digest(), None)) is not None:
             self._take(plan, *early)
 
-    def reassign(self, plan: Plan, living: Sequence[str]) -> None:
-        """As lead source, give the slots of lost sources to living ones and tell the others."""
-        if plan.digest() != self._plan:
+    def reassign(self, plan: Plan, living: Sequence[str], fenced: Collection[str] = ()) -> None:
+        """As lead source, give the slots of lost and fenced sources to the others, and tell them."""
+        able = [source for source in living if source not in fenced]
+        if any(source not in able for source in self._sources):
+            self._give(plan, able)
+
+    def recover(self, plan: Plan, living: Sequence[str], fenced: Collection[str] = ()) -> None:
+        """As lead source, have every slot run, whoever believes that it is done or somebody else's.
+
+        For keys that nobody's ledger holds although their source lives: it began anew in the middle of the step,
+        or two peers took themselves for the lead source. What a source has run before it does not run again.
+        """
+        self._give(plan, [source for source in living if source not in fenced])
+
+    def _give(self, plan: Plan, able: Sequence[str]) -> None:
+        if plan.digest() != self._plan or not able:
             return
-        orphaned = [slot for slot, source in enumerate(self._sources) if source not in living]
-        if not orphaned:
-            return
+        orphaned = [slot for slot, source in enumerate(self._sources) if source not in able]
         changed = list(self._sources)
         for number, slot in enumerate(orphaned):
-            changed[slot] = living[number % len(living)]
+            changed[slot] = able[number % len(able)]
         logger.info("slots %s of step %d go to other sources", orphaned, plan.step)
         for link in self._links.open_links(0):
             self._post(link, self._counter + 1, changed)
@@ -83,10 +97,10 @@ class Assignments:
     def _take(self, plan: Plan, counter: int, sources: list[str]) -> None:
         if counter <= self._counter or len(sources) != len(plan.slots) or plan.digest() != self._plan:
             return
-        before, self._counter, self._sources = self._sources, counter, sources
-        for slot, (old, new) in enumerate(zip(before, sources, strict=True)):
-            if new == self._me and old != self._me:
-                self._run_slot(plan, slot, True)
+        self._counter, self._sources = counter, sources
+        for slot, source in enumerate(sources):
+            if source == self._me:
+                self._run_slot(plan, slot, True)  # of a slot it runs already, only what it lacks
 
     def _post(self, link: Link, counter: int, sources: list[str]) -> None:
         link.post(Kind.ASSIGN, {"plan": self._plan, "counter": counter, "sources": sources})

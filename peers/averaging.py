@@ -7,7 +7,6 @@ compute thread. A failed attempt leaves accumulator and weights as they were.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -16,19 +15,33 @@ from typing import Protocol
 
 from torch import Tensor
 
-from peers import rounds
-from peers.compute import StageCompute
+from peers import injector, rounds
+from peers.compute import StageCompute, take_step
 from peers.engine import Engine, JobPriority
-from peers.exchange import Exchange, ExchangeError, group_of
-from peers.frames import Frame, FrameError, Kind, need
+from peers.exchange import Exchange, ExchangeError, alone_digest, group_of
+from peers.frames import Frame, FrameError, Kind
 from peers.links import Links, Liveness, short
 from peers.questions import Questions
-from peers.round_messages import Arrival, Commit, Group, parse_arrival, parse_commit, parse_group
+from peers.round_messages import (
+    Arrival,
+    Commit,
+    CompactKey,
+    Group,
+    parse_arrival,
+    parse_commit,
+    parse_digest,
+    parse_failure,
+    parse_group,
+)
+from peers.update_log import UpdateLog
+from peers.updates import Update, alone_update, exchanged_update
 from swarm.gradient.values import ValueFormat
+from swarm.sketch import SKETCH_TOLERANCE, sketch_distance, slice_span
 
 logger = logging.getLogger("swarm_peer.rounds")
 EARLY_GROUPS = 4
 EARLY_BYTES = 256 * 1024 * 1024
+EARLY_FRAMES = 4096
 
 
 class RoundsOwner(Protocol):
@@ -49,6 +62,24 @@ class RoundsOwner(Protocol):
     def on_out_of_step(self, commit: Commit) -> None:
         """The others committed a step whose average this peer does not hold."""
 
+    def on_dropped(self, commit: Commit) -> None:
+        """A step was committed without this peer."""
+
+    def on_diverged(self, peer: str, step: int) -> None:
+        """The stage went on from other weights than this peer's."""
+
+    def on_drifted(self, distance: float) -> None:
+        """This peer's weights are further from the leader's than rounding explains."""
+
+    def on_replan(self, commit: Commit) -> None:
+        """The step before was committed again, by a later leader, with another plan for this one."""
+
+    def fence(self, peer: str, reason: str) -> None:
+        """This peer, as leader, takes a member's ledger of the step away (perhaps its own)."""
+
+    def ask_missing(self, keys: tuple[CompactKey, ...]) -> None:
+        """No ledger holds these keys of the plan."""
+
 
 class Averaging:
     """Rounds of one stage peer. Lives in the communication loop."""
@@ -63,14 +94,19 @@ class Averaging:
         links: Links,
         questions: Questions,
         tasks: asyncio.TaskGroup,
+        updates: UpdateLog,
+        run_id: str,
         owner: RoundsOwner,
     ) -> None:
         self.core = core
+        self.sketch = ""
+        self._updates, self._run_id = updates, run_id
         self._compute, self._values, self._engine = compute, values, engine
         self._links, self._questions, self._tasks, self._owner = links, questions, tasks, owner
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
-        self._average: tuple[str, Tensor] | None = None
+        self._average: tuple[str, Tensor, Update] | None = None
+        self._drift = 0.0
         self._early: OrderedDict[str, list[tuple[str, Frame]]] = OrderedDict()
         self.seconds = 0.0
         self.outcomes: Counter[str] = Counter()
@@ -82,18 +118,16 @@ class Averaging:
         """A frame of a round. Raises FrameError."""
         now = time.monotonic()
         match frame.kind:
-            case Kind.PART | Kind.AVERAGE:
+            case Kind.PART | Kind.AVERAGE | Kind.SLICE:
                 self._on_tensor(peer, frame)
             case Kind.ARRIVE:
                 self.run(self.core.on_arrive(peer, parse_arrival(frame.header), now))
             case Kind.GROUP:
                 self.run(self.core.on_group(peer, parse_group(frame.header, peer), now))
             case Kind.DIGEST:
-                group, digest = need(frame.header, "group", str), need(frame.header, "digest", str)
-                self.run(self.core.on_digest(peer, group, digest, now))
+                self.run(self.core.on_digest(peer, parse_digest(frame.header), now))
             case Kind.FAILED:
-                group, reason = need(frame.header, "group", str), need(frame.header, "reason", str)
-                self.run(self.core.on_failed(peer, group, known_reason(reason), now))
+                self.run(self.core.on_failed(peer, parse_failure(frame.header), now))
             case Kind.COMMIT:
                 commit = parse_commit(frame.header)
                 if commit.step == self.core.step:
@@ -118,6 +152,18 @@ class Averaging:
         """Time passes."""
         self.run(self.core.tick(time.monotonic()))
 
+    def begin(self, step: int, roster: tuple[str, ...], lineage: str, followers: tuple[str, ...]) -> None:
+        """Take part from this step on."""
+        self.suspend()
+        self.core.begin(step, roster, lineage, followers)
+        self._tasks.create_task(self._take_sketch())
+
+    def suspend(self) -> None:
+        """Take no more part; a running exchange ends."""
+        self._cancel()
+        self._average = None
+        self._early.clear()
+
     # -- actions -----------------------------------------------------------------------------------------
 
     def run(self, actions: Iterable[rounds.Action]) -> None:
@@ -125,11 +171,17 @@ class Averaging:
         for action in actions:
             match action:
                 case rounds.Send(peer, kind, body):
+                    if kind is Kind.GROUP:
+                        injector.hit("before_group", self.core.step)
+                    elif isinstance(body, Commit) and body.leader == self.core.me:
+                        injector.hit("before_commit", body.step)
                     self._send(peer, kind, body)
+                    if isinstance(body, Commit) and injector.hit("after_first_commit", body.step):
+                        return
                 case rounds.Freeze(is_frozen):
                     self._owner.freeze(is_frozen)
-                case rounds.Exchange(group):
-                    self._begin(group)
+                case rounds.Exchange(group, deadline_s):
+                    self._begin(group, deadline_s)
                 case rounds.CancelExchange():
                     self._cancel()
                 case rounds.Apply(commit):
@@ -138,28 +190,46 @@ class Averaging:
                 case rounds.AskGone(peers):
                     for peer in peers:
                         self._tasks.create_task(self._ask_gone(peer))
+                case rounds.Fence(peer, reason):
+                    self._owner.fence(peer, reason)
+                case rounds.AskMissing(keys):
+                    self._owner.ask_missing(keys)
                 case rounds.OutOfStep(commit):
                     self._owner.on_out_of_step(commit)
+                case rounds.Dropped(commit):
+                    self._owner.on_dropped(commit)
+                case rounds.Diverged(peer, step, _):
+                    self._owner.on_diverged(peer, step)
+                case rounds.Replan(commit):
+                    self._owner.on_replan(commit)
 
-    def _send(self, peer: str, kind: Kind, body: Arrival | Group | Commit | tuple[str, str]) -> None:
+    def _send(self, peer: str, kind: Kind, body: rounds.Body) -> None:
         link = self._links.get(peer)
-        if link is None:
-            return  # it reports again when its link is up
-        if isinstance(body, tuple):
-            link.post(kind, {"group": body[0], "digest" if kind is Kind.DIGEST else "reason": body[1]})
-        else:
+        if link is not None:  # without a link it reports again when there is one
             link.post(kind, body.header())
 
-    def _begin(self, group: Group) -> None:
-        self._average = None
+    def _begin(self, group: Group, deadline_s: float) -> None:
+        self._average, self._drift = None, 0.0
         self._began = time.monotonic()
+        exchange: Exchange | None = None
         if len(group.members) > 1 and sum(group.weights) > 0:
             # Made before our own contribution is ready: others' parts may be here already.
             numel = self._compute.trainable.numel
-            self._exchange = Exchange(group, self.core.me, numel, self._values, self._engine, self._links.get)
+            exchange = Exchange(
+                group,
+                self.core.me,
+                numel,
+                self._values,
+                self._engine,
+                self._links.get,
+                deadline_s=deadline_s,
+                slice_span=slice_span(group.step, numel, numel) if group.leader in group.members else None,
+            )
             for peer, frame in self._early.pop(group.id, []):
-                self._exchange.on_frame(peer, frame)
-        self._task = self._tasks.create_task(self._run_exchange(group, self._exchange))
+                exchange.on_frame(peer, frame)
+            self._drift = drift(self.sketch, group.sketch)
+        self._exchange = exchange
+        self._task = self._tasks.create_task(self._run_exchange(group, exchange))
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -167,46 +237,67 @@ class Averaging:
         self._task, self._exchange = None, None
 
     async def _run_exchange(self, group: Group, exchange: Exchange | None) -> None:
-        weight = group.weights[group.members.index(self.core.me)]
+        me, lineage = self.core.me, self.core.lineage
+        weight = group.weights[group.members.index(me)]
         contribution = await self._engine.submit(JobPriority.ROUND, self._compute.contribution, weight)
         try:
             if exchange is None:
                 # Nothing to exchange: a group of one skips exchange and compressor.
-                average, digest = contribution, hashlib.sha256(f"{group.id}/alone".encode()).hexdigest()
+                average, digest = contribution, alone_digest(group.id)
+                update = alone_update(
+                    group, contribution, run=self._run_id, stage=self.core.stage, lineage=lineage
+                )
             else:
-                average, digest = await exchange.run(contribution)
+                own: Tensor | None = None
+                if group.leader == me:
+                    span = slice_span(group.step, contribution.numel(), contribution.numel())
+                    own = await self._engine.submit(JobPriority.ROUND, self._compute.read_slice, *span)
+                average, digest = await exchange.run(contribution, own)
+                update = exchanged_update(
+                    exchange, run=self._run_id, stage=self.core.stage, lineage=lineage, digest=digest
+                )
         except (ExchangeError, FrameError) as error:
             logger.warning("round of step %d, attempt %d failed: %s", group.step, group.attempt, error)
-            self.outcomes[error.reason] += 1
             self._exchange = None
-            self.run(self.core.on_exchange_failed(group.id, error.reason, time.monotonic()))
+            suspects = error.suspects if isinstance(error, ExchangeError) else ()
+            self.run(self.core.on_exchange_failed(group.id, error.reason, suspects, time.monotonic()))
             return
         self._exchange = None
-        self._average = (group.id, average)
+        self._average = (group.id, average, update)
         self.run(self.core.on_exchanged(group.id, digest, time.monotonic()))
 
     async def _apply(self, commit: Commit) -> None:
         norm: float | None = None
         held = self._average
-        group = self.core.group
+        if held is None or held[0] != commit.group:
+            self._owner.on_out_of_step(commit)
+            return
         try:
-            if held is None or held[0] != commit.group:
-                self._owner.on_out_of_step(commit)
-                return
-            if group is not None and sum(group.weights) == 0:
+            if commit.weight == 0:
                 await self._engine.submit(JobPriority.ROUND, self._compute.clear)
             else:
-                norm = await self._engine.submit(JobPriority.ROUND, self._compute.apply, held[1], commit.step)
+                norm = await self._engine.submit(
+                    JobPriority.ROUND, take_step, self._compute, held[1], commit.step, held[2].slice
+                )
         except ValueError as error:
             # Every member holds the same bytes, so every member refuses them.
             logger.error("step %d applies nothing: %s", commit.step, error)
             self.outcomes["not_finite"] += 1
+        await self._take_sketch()
         self._average = None
         self._early.clear()
         self.outcomes["committed"] += 1
         self.seconds = time.monotonic() - self._began
-        self.core.on_applied(commit)
+        self._updates.record(held[2])
+        actions = self.core.on_applied(commit, time.monotonic())
         self._owner.on_applied(commit, norm)
+        self.run(actions)
+        if self._drift > SKETCH_TOLERANCE:
+            self.outcomes["sketch"] += 1
+            self._owner.on_drifted(self._drift)
+
+    async def _take_sketch(self) -> None:
+        self.sketch = (await self._engine.submit(JobPriority.ROUND, self._compute.sketch)).hex()
 
     async def _ask_gone(self, peer: str) -> None:
         """Ask neighbours of other stages; without any, our own dial has to do."""
@@ -232,19 +323,23 @@ class Averaging:
             return
         if peer not in self.core.roster:
             raise FrameError("stranger", f"{short(peer)} is not in the roster")
+        if not frame.payload_bytes:
+            raise FrameError("size", f"{frame.kind} without a payload")
         # PART may overtake the GROUP that announces it: they travel on different streams.
         frames = self._early.setdefault(group, [])
         held = sum(f.payload_bytes for queue in self._early.values() for _, f in queue)
-        if held + frame.payload_bytes > EARLY_BYTES:
+        if held + frame.payload_bytes > EARLY_BYTES or len(frames) >= EARLY_FRAMES:
             raise FrameError("early", "too much of groups that were never announced")
         frames.append((peer, frame))
         while len(self._early) > EARLY_GROUPS:
             self._early.popitem(last=False)
 
 
-REASONS = ("late", "key", "weight", "digest", "disconnected", "not_finite", "alone", "schema")
-
-
-def known_reason(reason: str) -> str:
-    """A remote peer's reason as one of our own labels: metrics never take text from the wire."""
-    return reason if reason in REASONS else "other"
+def drift(mine: str, leaders: str) -> float:
+    """Relative distance of two sketches (hex); 0 if one of the two is not given."""
+    if not mine or not leaders:
+        return 0.0
+    try:
+        return sketch_distance(bytes.fromhex(mine), bytes.fromhex(leaders))
+    except ValueError:
+        return 0.0  # a leader that sends no sketch says nothing about our weights

@@ -4,104 +4,64 @@ A checkpoint is a safetensors file `<run>-stage-<s>-version-<v>.safetensors`. It
 object, `checkpoint`: format, run id, stage, version, the caller's own `meta`, and a sha256 over the whole file
 with the digits of the hash itself written as zeros. It is written tensor by tensor, so that a stage's state is
 never held twice, to a temporary file that takes its name only when everything is on the disk. A file that
-fails its hash is set aside as `.corrupt`, said aloud and counted, and the one before it is taken.
+fails its hash is set aside as `.corrupt`, said aloud and counted, and the one before it is taken. Beside the
+newest few of the versions at which all replicas keep one, a single other one is kept: what a peer saved when it
+left, or when it began anew.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import re
-import struct
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from peers.config import UserError
-from peers.frames import tensor_bytes
+from peers.checkpoint_file import (
+    BLANK,
+    FORMAT,
+    Checkpoint,
+    CheckpointError,
+    CheckpointInfo,
+    lineage_of,
+    read_checkpoint,
+    read_info,
+    write_file,
+)
 from peers.partial_file import NO_ROOM, fsync_folder
 
-logger = logging.getLogger("swarm_peer.checkpoint")
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointInfo",
+    "CheckpointStore",
+    "lineage_of",
+    "read_checkpoint",
+    "read_info",
+]
 
-FORMAT = 1
-HEADER_BYTES = 100_000_000
-"""Largest header that safetensors reads."""
+logger = logging.getLogger("swarm_peer.checkpoint")
+R = TypeVar("R")
+
 RUN_CHARACTERS = 16
 """Characters of the run id in a file name; the whole id stands in the file."""
 SWEEP_AGE_S = 60.0
-_READ_BYTES = 4 * 1024 * 1024
-_KEY = "checkpoint"
-_LENGTH = struct.Struct("<Q")
-_BLANK = b"0" * 64
-_HASH_FIELD = b'\\"sha256\\": \\"'
+_ABANDONED = ".abandoned"
 _NAME = re.compile(
     r"^(?P<run>[0-9A-Za-z]{1,16})-stage-(?P<stage>\d{1,6})-version-(?P<version>\d{1,12})\.safetensors$"
 )
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be written or read; the message says why and what to do."""
-
-
-class CheckpointInfo(BaseModel):
-    """What a checkpoint says about itself. meta: the caller's own entries (step, tokens, seeds...)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: int = Field(ge=FORMAT, le=FORMAT)
-    run_id: str = Field(min_length=1, max_length=128)
-    stage: int = Field(ge=0)
-    version: int = Field(ge=0)
-    meta: dict[str, Any]
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint in memory: its tensors on the CPU, by name."""
-
-    path: Path
-    info: CheckpointInfo
-    tensors: dict[str, Tensor]
-
-    @property
-    def version(self) -> int:
-        """Steps that have been applied to these weights."""
-        return self.info.version
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """What the caller of `save` gave."""
-        return self.info.meta
 
 
 class CheckpointStore:
-    """The checkpoints in one folder. corrupt: how many were set aside since this object was made.
+    """The checkpoints in one folder. corrupt: how many were set aside since this object was made; damaged: what to
+    tell the user of those, until somebody has.
 
     keep: checkpoints kept per run and stage. Raises CheckpointError if the folder cannot be made.
     """
@@ -112,6 +72,7 @@ class CheckpointStore:
         self.directory = directory
         self.keep = keep
         self.corrupt = 0
+        self.damaged: deque[str] = deque(maxlen=8)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
@@ -128,10 +89,17 @@ class CheckpointStore:
         """Versions on disk, the oldest first; of one stage, of one run, or of all. Names only: not verified."""
         return sorted({version for version, _ in self._found(stage, run_id)})
 
-    def save(self, version: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        is_snapshot: Callable[[int], bool] = lambda version: True,
+    ) -> Path:
         """Write a checkpoint durably and drop those beyond `keep`; the tensors must not change meanwhile.
 
-        meta: must hold `run_id` (str) and `stage` (int); the rest is anything that JSON can hold.
+        meta: must hold `run_id` (str) and `stage` (int); the rest is anything that JSON can hold. is_snapshot: at
+        which versions all replicas keep one; of others only the newest is kept, while it is of use.
         Raises CheckpointError if it cannot be written: the earlier ones and nothing else are left. Raises
         ValueError for a meta without run and stage, or a tensor that safetensors cannot hold.
         """
@@ -140,7 +108,7 @@ class CheckpointStore:
         if not isinstance(run_id, str) or not isinstance(stage, int):
             raise ValueError(f"meta needs run_id (str) and stage (int), got {run_id!r} and {stage!r}")
         info = CheckpointInfo(
-            format=FORMAT, run_id=run_id, stage=stage, version=version, meta=more, sha256=_BLANK.decode()
+            format=FORMAT, run_id=run_id, stage=stage, version=version, meta=more, sha256=BLANK.decode()
         )
         path = self.path(version, stage, run_id)
         if path.parent != self.directory or _NAME.match(path.name) is None:
@@ -149,7 +117,7 @@ class CheckpointStore:
         try:
             with temporary.open("w+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells a sweep that somebody writes it
-                _write(file, info, tensors)
+                write_file(file, info, tensors)
             temporary.replace(path)
             fsync_folder(self.directory)
         except OSError as error:
@@ -159,10 +127,44 @@ class CheckpointStore:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        for _, old in sorted(self._found(stage, run_id))[: -self.keep]:
-            if old != path:
-                old.unlink(missing_ok=True)
+        found = sorted(self._found(stage, run_id))
+        snapshots = [item for item in found if is_snapshot(item[0])]
+        kept = snapshots[-self.keep :]
+        kept += [item for item in found if item not in snapshots and item[0] > min(kept, default=(-1,))[0]][
+            -1:
+        ]
+        for item in found:
+            if item not in kept and item[1] != path:
+                item[1].unlink(missing_ok=True)
         return path
+
+    def load(self, stage: int, run_id: str, version: int) -> Checkpoint | None:
+        """This very checkpoint, if it is there and whole. Otherwise as `load_newest`."""
+        for found, path in self._found(stage, run_id):
+            if found == version and (checkpoint := self._load(path, stage, run_id, version)) is not None:
+                return checkpoint
+        return None
+
+    def verify(self, stage: int, run_id: str, version: int) -> CheckpointInfo | None:
+        """What a checkpoint says of itself, once its hash has proved right; None if it is gone or is none.
+
+        Its tensors are not kept in memory. Sets aside and raises as `load_newest` does.
+        """
+        path = self.path(version, stage, run_id)
+        return self._checked(path, stage, run_id, version, lambda: read_info(path), lambda info: info)
+
+    def set_aside_all(self, stage: int, run_id: str, but: int) -> None:
+        """Rename all versions but one to `.abandoned`: they are of a lineage that the stage gave up.
+
+        Those set aside the last time are removed. Raises nothing: what cannot be renamed stays.
+        """
+        for path in self.directory.glob(f"{run_id[:RUN_CHARACTERS]}-stage-{stage}-version-*{_ABANDONED}"):
+            with suppress(OSError):
+                path.unlink()
+        for version, path in self._found(stage, run_id):
+            if version != but:
+                with suppress(OSError):
+                    path.replace(path.with_name(path.name + _ABANDONED))
 
     def load_newest(self, stage: int, run_id: str) -> Checkpoint | None:
         """The newest checkpoint of this stage and run that is whole; None if there is none.
@@ -171,21 +173,40 @@ class CheckpointStore:
         read at all (permissions, a failing disk): that says nothing about what it holds.
         """
         for version, path in sorted(self._found(stage, run_id), reverse=True):
-            try:
-                checkpoint = read_checkpoint(path)
-            except FileNotFoundError:
-                continue  # another peer that shares the folder has dropped it
-            except ValueError as error:
-                self._set_aside(path, str(error))
-                continue
-            except OSError as error:
-                raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
-            info = checkpoint.info
-            if info.run_id == run_id and (info.stage, info.version) == (stage, version):
+            if (checkpoint := self._load(path, stage, run_id, version)) is not None:
                 return checkpoint
-            logger.error(
-                "%s holds run %s stage %d version %d: skipped", path, info.run_id, info.stage, info.version
-            )
+        return None
+
+    def _load(self, path: Path, stage: int, run_id: str, version: int) -> Checkpoint | None:
+        return self._checked(
+            path, stage, run_id, version, lambda: read_checkpoint(path), lambda checkpoint: checkpoint.info
+        )
+
+    def _checked(
+        self,
+        path: Path,
+        stage: int,
+        run_id: str,
+        version: int,
+        read: Callable[[], R],
+        info_of: Callable[[R], CheckpointInfo],
+    ) -> R | None:
+        """What `read` gives, if it is this run's stage at this version; None if it is not, or is no more."""
+        try:
+            found = read()
+        except FileNotFoundError:
+            return None  # another peer that shares the folder has dropped it
+        except ValueError as error:
+            self._set_aside(path, str(error))
+            return None
+        except OSError as error:
+            raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
+        info = info_of(found)
+        if info.run_id == run_id and (info.stage, info.version) == (stage, version):
+            return found
+        logger.error(
+            "%s holds run %s stage %d version %d: skipped", path, info.run_id, info.stage, info.version
+        )
         return None
 
     def _found(self, stage: int | None, run_id: str | None) -> list[tuple[int, Path]]:
@@ -201,9 +222,9 @@ class CheckpointStore:
     def _set_aside(self, path: Path, why: str) -> None:
         self.corrupt += 1
         aside = path.with_name(path.name + ".corrupt")
-        logger.error(
-            "checkpoint %s is damaged (%s): set aside as %s, an older one is tried", path, why, aside.name
-        )
+        text = f"checkpoint {path} is damaged ({why}): set aside as {aside.name}, an older one is tried"
+        logger.error("%s", text)
+        self.damaged.append(text)
         with suppress(OSError):
             path.replace(aside)
 
@@ -225,97 +246,3 @@ class CheckpointStore:
                     continue  # perhaps just opened, and not locked yet
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify a checkpoint file, wherever it came from.
-
-    Raises ValueError saying what is wrong with it (truncated, changed, not a checkpoint), OSError if it cannot
-    be read.
-    """
-    with path.open("rb") as file:
-        info = _read_info(file, path)
-        size = path.stat().st_size
-    try:
-        tensors = load_file(path, device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"no safetensors file of {size} bytes: {error}") from error
-    return Checkpoint(path, info, tensors)
-
-
-def _write(file: BinaryIO, info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and put the hash of what was written into its place. Raises OSError."""
-    # Wide types first, as safetensors orders them: every tensor then starts at a multiple of its item size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"tensor {name!r}: {tensor.dtype} has no place in a checkpoint")
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    header["__metadata__"] = {_KEY: json.dumps(info.model_dump(), allow_nan=False)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > HEADER_BYTES:
-        raise ValueError(f"a header of {len(text)} bytes: safetensors reads {HEADER_BYTES}")
-    head = _LENGTH.pack(len(text)) + text
-    _reserve(file.fileno(), len(head) + offset)
-    digest = hashlib.sha256(head)
-    file.write(head)
-    for name in order:
-        data = tensor_bytes(tensors[name].detach().cpu().contiguous())
-        digest.update(data)
-        file.write(data)
-    file.seek(_hash_offset(head))
-    file.write(digest.hexdigest().encode())
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Take the room now: a full disk shows before gigabytes have been written. Raises OSError."""
-    if not hasattr(os, "posix_fallocate"):
-        return  # macOS
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL}:  # a file system that cannot reserve
-            raise
-
-
-def _hash_offset(head: bytes) -> int:
-    """Where the digits of the hash stand in the file. Raises ValueError if they do not."""
-    # Tensor names and the caller's meta come before it and could hold such a field too: the last one is ours.
-    start = head.rfind(_HASH_FIELD)
-    if start < 0:
-        raise ValueError("no checkpoint of a stage: its header holds no hash")
-    return start + len(_HASH_FIELD)
-
-
-def _read_info(file: BinaryIO, path: Path) -> CheckpointInfo:
-    """What the file says about itself, once its hash has proved right. Raises ValueError."""
-    size = path.stat().st_size
-    head = file.read(_LENGTH.size)
-    if len(head) < _LENGTH.size or (length := _LENGTH.unpack(head)[0]) > min(
-        HEADER_BYTES, size - _LENGTH.size
-    ):
-        raise ValueError(f"truncated or no safetensors file ({size} bytes)")
-    head += file.read(length)
-    place = _hash_offset(head)
-    digest = hashlib.sha256(head[:place] + _BLANK + head[place + len(_BLANK) :])
-    while data := file.read(_READ_BYTES):
-        digest.update(data)
-    try:
-        info = CheckpointInfo.model_validate_json(json.loads(head[_LENGTH.size :])["__metadata__"][_KEY])
-    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no checkpoint of a stage: {str(error)[:200]}") from error
-    if digest.hexdigest() != info.sha256:
-        raise ValueError("its bytes do not match its hash: truncated or changed")
-    return info

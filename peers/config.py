@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 
 class UserError(Exception):
@@ -39,12 +40,16 @@ class ComputeMode:
 class PeerConfig:
     """Settings of one peer process (`join`, `seed`, and every peer of `local`).
 
-    stage: the stage to hold; None for a seed, which holds none and serves the run's files.
+    stage: the stage to hold, `auto` for the one with the fewest peers; None for a seed, which holds none and
+    serves the run's files.
     run: id of the run; None takes the run of the first initial peer that answers.
     run_dir: a run's folder, when this peer already has (some of) its files; else files go to data_dir.
+    max_upload_mbps, max_download_mbps: caps of everything this peer sends and receives, in Mbit/s at the
+        network interface; None: no cap.
+    kill_at: where this process kills itself (`peers.injector`); only tests and benchmarks set it.
     """
 
-    stage: int | None
+    stage: int | Literal["auto"] | None
     initial_peers: tuple[str, ...] = ()
     run: str | None = None
     run_dir: Path | None = None
@@ -59,7 +64,10 @@ class PeerConfig:
     checkpoint_dir: Path | None = None
     keep_checkpoints: int = 2
     compute: ComputeMode = field(default_factory=ComputeMode)
+    max_upload_mbps: float | None = None
+    max_download_mbps: float | None = None
     serve_after_s: float = 600.0
-    join_deadline_s: float = 60.0
+    join_deadline_s: float | None = None
     trace_ledger: Path | None = None
+    kill_at: str | None = None
     is_quiet: bool = False

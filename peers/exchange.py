@@ -3,20 +3,22 @@
 The gradient vector is cut into chunks and every member reduces a contiguous share of them. Members send
 their chunks to the reducer (PART); the reducer takes the weighted mean, encodes it once and sends those
 bytes to all (AVERAGE); everybody, the reducer included, decodes the same bytes. So all members hold the
-same average bit for bit, which the digest over the bytes proves. Any missing piece fails the attempt: there
-are no partial results.
+same average bit for bit, which the digest over the bytes proves. The leader also sends a small slice of its
+own fp32 weights (SLICE), which everybody takes over before the step is applied; the digest covers it too. Any
+missing piece fails the attempt: there are no partial results.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from peers import injector
 from peers.engine import Engine, JobPriority
 from peers.frames import Frame, FrameError, Kind, need, need_count, tensor_bytes
 from peers.limits import LIMITS
@@ -29,11 +31,12 @@ BATCH_CHUNKS = 8
 
 
 class ExchangeError(Exception):
-    """The attempt failed. `reason` is a short bounded label."""
+    """The attempt failed. reason: a short bounded label. suspects: members that this one waited for in vain."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, suspects: tuple[str, ...] = ()) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.suspects = suspects
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,12 @@ class Split:
 
 
 class Exchange:
-    """Averages one vector of `elements` within one group. Give it PART and AVERAGE frames; await `run`."""
+    """Averages one vector of `elements` within one group. Give it PART, AVERAGE and SLICE frames; await `run`.
+
+    deadline_s: of the whole attempt; None is LIMITS.round_s. slice_span: (offset, count) of the leader's weights
+    that all members take over; None for none. After `run`, `encoded` holds the coded average chunk by chunk
+    (uint8), and `slice` the offset and the leader's fp32 weights.
+    """
 
     def __init__(
         self,
@@ -80,31 +88,55 @@ class Exchange:
         values: ValueFormat,
         engine: Engine,
         link_of: Callable[[str], Link | None],
+        *,
+        deadline_s: float | None = None,
+        slice_span: tuple[int, int] | None = None,
     ) -> None:
         self.group = group
+        self.values = values
+        self.elements = elements
+        self.slice: tuple[int, Tensor] | None = None
+        self._deadline_s = deadline_s
         self._me = group.members.index(me)
         self._contribution = torch.empty(0)
-        self._values = values
         self._engine = engine
         self._link_of = link_of
         self._split = Split(elements, len(group.members))
         self._contributors = [i for i, weight in enumerate(group.weights) if weight > 0]
         self._average = torch.empty(0)
         self._hashes: dict[int, bytes] = {}
+        self._coded: dict[int, Tensor] = {}
         self._parts: dict[int, dict[int, Tensor]] = {}
+        self._pieces = slice_pieces(slice_span)
+        self._slices: dict[int, Tensor] = {}
+        self._sending: dict[int, int] = {}
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._jobs: asyncio.TaskGroup | None = None
         self._early: dict[tuple[str, Kind, int], Frame] = {}
 
-    async def run(self, contribution: Tensor) -> tuple[Tensor, str]:
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of every chunk but the last."""
+        return self._split.chunk_elements
+
+    @property
+    def encoded(self) -> list[Tensor]:
+        """The coded average, chunk by chunk, as every member decoded it. Complete after `run`."""
+        return [self._coded[chunk] for chunk in range(self._split.chunks)]
+
+    async def run(self, contribution: Tensor, own_slice: Tensor | None = None) -> tuple[Tensor, str]:
         """Average fp32 [elements]; returns (fp32 [elements], digest).
 
-        Raises ExchangeError; nothing is changed then.
+        own_slice: the leader's weights of the slice's span, fp32; nobody else gives any. Raises ExchangeError;
+        nothing is changed then.
         """
         self._contribution, self._average = contribution, torch.empty_like(contribution)
+        deadline_s = LIMITS.round_s if self._deadline_s is None else self._deadline_s
         try:
-            async with asyncio.timeout(LIMITS.round_s), asyncio.TaskGroup() as jobs:
+            async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as jobs:
                 self._jobs = jobs
+                if self._pieces and self.group.leader == self.group.members[self._me]:
+                    jobs.create_task(self._send_slice(own_slice))
                 if self._me in self._contributors:
                     jobs.create_task(self._send_parts())
                 for chunk in range(self._split.chunks):
@@ -114,7 +146,7 @@ class Exchange:
                     self.on_frame(peer, frame)
                 await self._done
         except TimeoutError as error:
-            raise ExchangeError("late", f"no result after {LIMITS.round_s:.0f} s") from error
+            raise ExchangeError("late", f"no result after {deadline_s:.0f} s", self._suspects()) from error
         except ExceptionGroup as group:
             # Several jobs may fail at once and each in its own way: it is one failed attempt.
             known, rest = group.split((ExchangeError, ConnectionError, ValueError))
@@ -122,17 +154,24 @@ class Exchange:
                 raise
             first = _first_of(known)
             reason = "schema" if isinstance(first, ValueError) else "disconnected"
-            raise ExchangeError(reason, str(first)) from group
+            suspects = first.suspects if isinstance(first, ExchangeError) else ()
+            raise ExchangeError(reason, str(first), suspects) from group
         finally:
             self._jobs = None
-        digest = hashlib.sha256(b"".join(self._hashes[c] for c in range(self._split.chunks))).hexdigest()
-        return self._average, digest
+        if self._pieces:
+            values = torch.cat([self._slices[offset] for offset, _ in self._pieces])
+            self.slice = (self._pieces[0][0], values)
+        hashes = [self._hashes[chunk] for chunk in range(self._split.chunks)]
+        return self._average, exchange_digest(hashes, self.slice)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A PART or AVERAGE of this group. Raises FrameError for one that does not belong."""
+        """A PART, AVERAGE or SLICE of this group. Raises FrameError for one that does not belong."""
         sender = self.group.members.index(peer) if peer in self.group.members else -1
+        if frame.kind is Kind.SLICE:
+            self._on_slice(peer, frame)
+            return
         chunk = need_count(frame.header, "chunk", self._split.chunks - 1)
-        expected = encoded_bytes(self._values, self._split.size(chunk))
+        expected = encoded_bytes(self.values, self._split.size(chunk))
         if sender < 0 or frame.payload_bytes != expected:
             raise FrameError("size", f"{frame.payload_bytes} bytes for a chunk of {expected}")
         if self._jobs is None or self._done.done():
@@ -153,6 +192,51 @@ class Exchange:
             raise FrameError("range", f"chunk {chunk} is not this member's, or came twice")
         self._jobs.create_task(self._take(chunk, data))
 
+    def _on_slice(self, peer: str, frame: Frame) -> None:
+        """A piece of the leader's slice; kept once, a repeat is dropped."""
+        offset = need_count(frame.header, "offset", self.elements)
+        size = dict(self._pieces).get(offset)
+        if size is None or peer != self.group.leader or frame.payload_bytes != 4 * size:
+            raise FrameError("range", f"a slice of {frame.payload_bytes} bytes at {offset} does not belong")
+        if offset not in self._slices:
+            self._slices[offset] = torch.frombuffer(frame.data(), dtype=torch.float32)
+            self._check_done()
+
+    async def _send_slice(self, own: Tensor | None) -> None:
+        expected = sum(count for _, count in self._pieces)
+        if own is None or own.numel() != expected:
+            raise ExchangeError("other", f"the leader has no slice of {expected} weights")
+        start = self._pieces[0][0]
+        for offset, count in self._pieces:
+            self._slices[offset] = own[offset - start : offset - start + count].contiguous()
+            header = {"group": self.group.id, "offset": offset}
+            for member in range(len(self.group.members)):
+                if member != self._me:
+                    await self._send(Kind.SLICE, member, header, self._slices[offset])
+        self._check_done()
+
+    def _check_done(self) -> None:
+        is_complete = len(self._hashes) == self._split.chunks and len(self._slices) == len(self._pieces)
+        if is_complete and not self._done.done():
+            self._done.set_result(None)
+
+    def _suspects(self) -> tuple[str, ...]:
+        """Members whose parts, averages or slice did not come, then those that took nothing more."""
+        late: dict[int, None] = {}
+        for chunk in range(self._split.chunks):
+            reducer = self._split.reducer(chunk)
+            if reducer == self._me and chunk not in self._hashes:
+                have = self._parts.get(chunk, {})
+                late |= {i: None for i in self._contributors if i != self._me and i not in have}
+        for chunk in range(self._split.chunks):
+            if (reducer := self._split.reducer(chunk)) != self._me and chunk not in self._hashes:
+                late[reducer] = None
+        if len(self._slices) < len(self._pieces):
+            late[self.group.members.index(self.group.leader)] = None
+        late |= {member: None for member, count in self._sending.items() if count > 0}
+        late.pop(self._me, None)
+        return tuple(self.group.members[member] for member in late)
+
     def _missing(self, chunk: int) -> bool:
         have = self._parts.get(chunk, {})
         return any(i not in have for i in self._contributors if i != self._me)
@@ -167,10 +251,11 @@ class Exchange:
             batch = others[first : first + BATCH_CHUNKS]
             encoded = await self._engine.submit(JobPriority.ROUND, self._encode, batch)
             for chunk, data in zip(batch, encoded, strict=True):
-                await self._send(Kind.PART, self._split.reducer(chunk), chunk, data)
+                header = {"group": self.group.id, "chunk": chunk}
+                await self._send(Kind.PART, self._split.reducer(chunk), header, data)
 
     def _encode(self, chunks: list[int]) -> list[Tensor]:
-        return [encode_values(self._contribution[self._split.span(chunk)], self._values) for chunk in chunks]
+        return [encode_values(self._contribution[self._split.span(chunk)], self.values) for chunk in chunks]
 
     async def _reduce(self, chunk: int) -> None:
         parts = self._parts.get(chunk, {})
@@ -178,7 +263,8 @@ class Exchange:
         parts.update(dict.fromkeys(parts, torch.empty(0)))  # the memory goes, the senders stay known
         for member in range(len(self.group.members)):
             if member != self._me:
-                await self._send(Kind.AVERAGE, member, chunk, encoded)
+                header = {"group": self.group.id, "chunk": chunk}
+                await self._send(Kind.AVERAGE, member, header, encoded)
         await self._take(chunk, encoded)
 
     def _mean(self, chunk: int, parts: dict[int, Tensor]) -> Tensor:
@@ -191,27 +277,35 @@ class Exchange:
             part = (
                 self._contribution[self._split.span(chunk)]
                 if member == self._me
-                else decode_values(parts[member], self._values, size)
+                else decode_values(parts[member], self.values, size)
             )
             mean.add_(part, alpha=weights[member] / total)
-        return encode_values(mean, self._values)
+        return encode_values(mean, self.values)
 
     async def _take(self, chunk: int, encoded: Tensor) -> None:
         digest = await self._engine.submit(JobPriority.ROUND, self._decode, chunk, encoded)
-        self._hashes[chunk] = digest
-        if len(self._hashes) == self._split.chunks and not self._done.done():
-            self._done.set_result(None)
+        self._hashes[chunk], self._coded[chunk] = digest, encoded
+        if len(self._hashes) == max(1, self._split.chunks // 2):
+            injector.hit("mid_exchange", self.group.step)
+        self._check_done()
 
     def _decode(self, chunk: int, encoded: Tensor) -> bytes:
         size = self._split.size(chunk)
-        self._average[self._split.span(chunk)] = decode_values(encoded, self._values, size)
+        self._average[self._split.span(chunk)] = decode_values(encoded, self.values, size)
         return hashlib.sha256(tensor_bytes(encoded)).digest()
 
-    async def _send(self, kind: Kind, member: int, chunk: int, data: Tensor) -> None:
-        link = self._link_of(self.group.members[member])
+    async def _send(self, kind: Kind, member: int, header: dict[str, object], data: Tensor) -> None:
+        peer = self.group.members[member]
+        link = self._link_of(peer)
         if link is None:
-            raise ExchangeError("disconnected", f"no link to {self.group.members[member]}")
-        await link.send(kind, {"group": self.group.id, "chunk": chunk}, [tensor_bytes(data)])
+            raise ExchangeError("disconnected", f"no link to {peer}", (peer,))
+        self._sending[member] = self._sending.get(member, 0) + 1
+        try:
+            await link.send(kind, header, [tensor_bytes(data)])
+        except ConnectionError as error:
+            raise ExchangeError("disconnected", str(error), (peer,)) from error
+        # Not when it is cancelled: at the deadline this shows who took nothing more.
+        self._sending[member] -= 1
 
 
 def _first_of(group: ExceptionGroup[Exception]) -> Exception:
@@ -221,6 +315,28 @@ def _first_of(group: ExceptionGroup[Exception]) -> Exception:
     return first
 
 
+def slice_pieces(span: tuple[int, int] | None) -> list[tuple[int, int]]:
+    """A slice (offset, count) as frames of bounded size: (offset, count) of each."""
+    if span is None:
+        return []
+    offset, end = span[0], span[0] + span[1]
+    most = LIMITS.averaging_chunk_elements
+    return [(start, min(most, end - start)) for start in range(offset, end, most)]
+
+
+def exchange_digest(hashes: Sequence[bytes], taken: tuple[int, Tensor] | None) -> str:
+    """Names the result of an exchange: sha256 over the chunks' sha256, and over the slice if there is one."""
+    digest = hashlib.sha256(b"".join(hashes))
+    if taken is not None:
+        digest.update(taken[0].to_bytes(8, "little") + hashlib.sha256(tensor_bytes(taken[1])).digest())
+    return digest.hexdigest()
+
+
+def alone_digest(group_id: str) -> str:
+    """The digest of a group that exchanges nothing: a member alone, or no weight at all."""
+    return hashlib.sha256(f"{group_id}/alone".encode()).hexdigest()
+
+
 def group_of(frame: Frame) -> str:
-    """The group a PART or AVERAGE belongs to. Raises FrameError."""
+    """The group a PART, AVERAGE or SLICE belongs to. Raises FrameError."""
     return need(frame.header, "group", str)[:64]

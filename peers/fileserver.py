@@ -7,6 +7,7 @@ at most 1 MiB, or one REFUSED frame with a reason (`Refused`) and a sentence for
     want "meta"   name          the file's `Artifact` as JSON          CHUNK index, nbytes, protocol, run
     want "chunks" name first count    1 MiB pieces first .. first+count-1    CHUNK index
 
+Under an upload cap files leave at the lowest priority: training goes first, a tenth of the line is theirs.
 Only what was registered, or stands in a manifest that is held, has a name here: no name is ever turned into
 a path. Files are read in a thread; every wait has a deadline; streams and transfers are bounded.
 """
@@ -27,7 +28,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
-from peers.link import read_frame, write_frame
+from peers.streams import PatientGate, read_frame, write_frame
 from peers.traffic import Traffic
 from swarm.manifest import ARTIFACT_CHUNK_BYTES, Artifact, RunManifest
 
@@ -40,10 +41,11 @@ NO_STAGE = -1
 STREAMS = 64
 STREAMS_PER_PEER = 8
 TRANSFERS = 16
-"""Requests for chunks answered at the same time."""
+"""Requests for chunks answered at the same time; under an upload cap one for each Mbit/s of it, so that each
+moves faster than the deadline asks for even while training takes what it can."""
 CHUNKS_PER_REQUEST = 64
-CHUNK_DEADLINE_FACTOR = 8
-"""A chunk may take this many times `fetch_idle_s`, as long as bytes keep moving: 6.5 KB/s at the least."""
+CHUNK_DEADLINE_FACTOR = 16
+"""A chunk may take this many times `fetch_idle_s`, as long as bytes keep moving: 3.3 KB/s at the least."""
 HASHING_PATIENCE_S = 8.0
 """A file that is still being hashed after this long is refused as busy; the client asks again."""
 LINGER_S = 2.0
@@ -102,6 +104,19 @@ class _Stream:
     writer: asyncio.StreamWriter
 
 
+class _Answers:
+    """The way out of a stream: frames pass the peer's upload shaper at the lowest priority."""
+
+    def __init__(self, writer: asyncio.StreamWriter, traffic: Traffic) -> None:
+        self._writer = writer
+        self._gate = PatientGate(traffic.lane("up", NO_STAGE, is_bulk=True))
+
+    async def write(self, frame: Frame) -> None:
+        """Write a frame. Raises TimeoutError if the other side does not take it."""
+        async with self._gate.deadline(CHUNK_DEADLINE_FACTOR * LIMITS.fetch_idle_s):
+            await write_frame(self._writer, frame, gate=self._gate)
+
+
 def snapshot_name(version: int, stage: int) -> str:
     """Name under which a peer serves its snapshot of a stage's state at a version."""
     return f"snapshot/{version}/stage-{stage}"
@@ -121,6 +136,8 @@ class FileServer:
         self._streams: dict[asyncio.Task[Any], _Stream] = {}
         self._leaving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._transfers = 0
+        cap_mbps = traffic.upload.limit_mbps
+        self._most_transfers = TRANSFERS if cap_mbps is None else min(max(1, int(cap_mbps)), TRANSFERS)
         self._closing = False
 
     async def start(self) -> None:
@@ -183,23 +200,24 @@ class FileServer:
         assert task is not None
         held = sum(1 for stream in self._streams.values() if stream.peer == peer)
         is_full = self._closing or len(self._streams) >= STREAMS or held >= STREAMS_PER_PEER
+        answers = _Answers(writer, self._traffic)
+        requests = self._traffic.lane("down", NO_STAGE, is_bulk=False)
         if not is_full:
             self._streams[task] = _Stream(peer, writer)
         try:
             if is_full:
-                await self._turn_away(reader, writer, Refused.BUSY, "too many streams are open")
+                await self._turn_away(reader, writer, answers, Refused.BUSY, "too many streams are open")
             while not is_full:
                 async with asyncio.timeout(LIMITS.fetch_idle_s):
-                    frame, size = await read_frame(reader, 0)
-                self._traffic.count("down", frame.kind, NO_STAGE, size)
+                    frame, _ = await read_frame(reader, 0, gate=requests)
                 try:
-                    await self._answer(frame, writer)
+                    await self._answer(frame, answers)
                 except _RefusalError as refusal:
-                    await self._refuse(writer, refusal)
+                    await self._refuse(answers, refusal)
         except FrameError as error:
             self._traffic.refuse(error.reason)
             logger.warning("refused a request of %s: %s", peer[-6:], error)
-            await self._turn_away(reader, writer, Refused.MALFORMED, str(error))
+            await self._turn_away(reader, writer, answers, Refused.MALFORMED, str(error))
         except (TimeoutError, OSError, asyncio.IncompleteReadError, RuntimeError):
             pass  # the other side went away or does not read; uvloop: RuntimeError on a closing transport
         finally:
@@ -207,7 +225,12 @@ class FileServer:
             writer.close()
 
     async def _turn_away(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reason: Refused, detail: str
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        answers: _Answers,
+        reason: Refused,
+        detail: str,
     ) -> None:
         """Refuse the whole stream, and wait a little until the other side has closed it.
 
@@ -221,7 +244,7 @@ class FileServer:
         self._leaving[task] = writer
         try:
             async with asyncio.timeout(LINGER_S):
-                await self._refuse(writer, _RefusalError(reason, detail))
+                await self._refuse(answers, _RefusalError(reason, detail))
                 while await reader.read(LIMITS.read_chunk_bytes):
                     pass
         except (TimeoutError, OSError, RuntimeError):
@@ -229,15 +252,10 @@ class FileServer:
         finally:
             del self._leaving[task]
 
-    async def _refuse(self, writer: asyncio.StreamWriter, refusal: _RefusalError) -> None:
-        await self._write(writer, Frame(Kind.REFUSED, {"protocol": self._protocol, **refusal.header}))
+    async def _refuse(self, answers: _Answers, refusal: _RefusalError) -> None:
+        await answers.write(Frame(Kind.REFUSED, {"protocol": self._protocol, **refusal.header}))
 
-    async def _write(self, writer: asyncio.StreamWriter, frame: Frame) -> None:
-        async with asyncio.timeout(CHUNK_DEADLINE_FACTOR * LIMITS.fetch_idle_s):
-            size = await write_frame(writer, frame)
-        self._traffic.count("up", frame.kind, NO_STAGE, size)
-
-    async def _answer(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, frame: Frame, answers: _Answers) -> None:
         """Answer one request. Raises _RefusalError, FrameError, or what the stream raises."""
         if frame.kind is not Kind.FETCH:
             raise FrameError("kind", f"a fetch was expected, got {frame.kind}")
@@ -248,7 +266,7 @@ class FileServer:
         run_id, run = self._find_run(need(header, "run", str))
         want = need(header, "want", str)
         if want == "manifest":
-            await self._send_document(writer, run_id, run.manifest)
+            await self._send_document(answers, run_id, run.manifest)
             return
         name = need(header, "name", str)
         file = run.files.get(name) if len(name) <= NAME_CHARACTERS else None
@@ -256,11 +274,11 @@ class FileServer:
             raise _RefusalError(Refused.UNKNOWN_NAME, f"no file {name[:NAME_CHARACTERS]!r} is served here")
         if want == "meta":
             document = (await self._hashes(name, file)).model_dump_json().encode()
-            await self._send_document(writer, run_id, document)
+            await self._send_document(answers, run_id, document)
         elif want == "chunks":
             first = need_count(header, "first", LIMITS.artifact_bytes // ARTIFACT_CHUNK_BYTES)
             count = need_count(header, "count", CHUNKS_PER_REQUEST)
-            await self._send_chunks(writer, name, file, first, count)
+            await self._send_chunks(answers, name, file, first, count)
         else:
             raise FrameError("header", f"field 'want': {want[:40]!r} is none of manifest, meta, chunks")
 
@@ -278,17 +296,15 @@ class FileServer:
 
     # -- what is sent --------------------------------------------------------------------------------
 
-    async def _send_document(self, writer: asyncio.StreamWriter, run_id: str, data: bytes) -> None:
+    async def _send_document(self, answers: _Answers, run_id: str, data: bytes) -> None:
         common = {"nbytes": len(data), "protocol": self._protocol, "run": run_id}
         view = memoryview(data)
         for index, offset in enumerate(range(0, len(data), LIMITS.transfer_chunk_bytes)):
             piece = view[offset : offset + LIMITS.transfer_chunk_bytes]
-            await self._write(writer, Frame(Kind.CHUNK, {"index": index, **common}, [piece]))
+            await answers.write(Frame(Kind.CHUNK, {"index": index, **common}, [piece]))
 
-    async def _send_chunks(
-        self, writer: asyncio.StreamWriter, name: str, file: _File, first: int, count: int
-    ) -> None:
-        if self._transfers >= TRANSFERS:
+    async def _send_chunks(self, answers: _Answers, name: str, file: _File, first: int, count: int) -> None:
+        if self._transfers >= self._most_transfers:
             raise _RefusalError(Refused.BUSY, f"{self._transfers} transfers are under way")
         self._transfers += 1
         descriptor = -1
@@ -311,7 +327,7 @@ class FileServer:
                     raise _unreadable(name, file.path, error) from error
                 if len(data) != size:
                     raise _RefusalError(Refused.FAILED, f"{name} became shorter while it was read")
-                await self._write(writer, Frame(Kind.CHUNK, {"index": index}, [memoryview(data)]))
+                await answers.write(Frame(Kind.CHUNK, {"index": index}, [memoryview(data)]))
         finally:
             self._transfers -= 1
             if descriptor >= 0:

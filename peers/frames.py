@@ -9,9 +9,12 @@ every tensor starts at a 16-byte boundary of the payload. No pickle, ever.
 
 from __future__ import annotations
 
+import gc
+import re
 import reprlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -20,6 +23,8 @@ import msgpack
 import numpy as np
 import torch
 from torch import Tensor
+
+from peers.limits import LIMITS
 
 PREFIX = struct.Struct("<II")
 ALIGNMENT = 16
@@ -33,6 +38,7 @@ class Kind(StrEnum):
     HELLO = "hello"
     HEARTBEAT = "heartbeat"
     BYE = "bye"
+    CREDIT = "credit"
     FORWARD = "forward"
     GRADIENT = "gradient"
     ACCEPTED = "accepted"
@@ -46,10 +52,15 @@ class Kind(StrEnum):
     PROPOSE = "propose"
     ACKNOWLEDGE = "acknowledge"
     START = "start"
+    READY = "ready"
+    FOLLOW = "follow"
+    FENCE = "fence"
+    MISSING = "missing"
     ARRIVE = "arrive"
     GROUP = "group"
     PART = "part"
     AVERAGE = "average"
+    SLICE = "slice"
     FAILED = "failed"
     DIGEST = "digest"
     COMMIT = "commit"
@@ -72,9 +83,27 @@ BULK_PRIORITY: Mapping[Kind, int] = {
     Kind.FORWARD: Priority.ACTIVATION,
     Kind.PART: Priority.AVERAGING,
     Kind.AVERAGE: Priority.AVERAGING,
+    Kind.SLICE: Priority.AVERAGING,
     Kind.CHUNK: Priority.STATE,
 }
 """Kinds that travel on bulk streams; every other kind is control."""
+
+
+LONG_HEADERS = frozenset(
+    {
+        Kind.PLAN,
+        Kind.PROPOSE,
+        Kind.START,
+        Kind.ASSIGN,
+        Kind.ARRIVE,
+        Kind.GROUP,
+        Kind.COMMIT,
+        Kind.MISSING,
+        Kind.ANSWER,
+        Kind.REFUSED,
+    }
+)
+"""Kinds that carry a plan, a ledger, a roster or a text for people; every other header is short."""
 
 
 class FrameError(ValueError):
@@ -109,18 +138,48 @@ class Frame:
 
 
 def decode_header(data: bytes | memoryview) -> tuple[Kind, dict[str, Any]]:
-    """Parse a header. Raises FrameError("header" or "kind")."""
+    """Parse a header. Raises FrameError("header", "kind", or "oversize" where the kind's header is short)."""
+    is_long = len(data) > LIMITS.short_header_bytes
+    if is_long and _first_kind(data) not in LONG_HEADERS:
+        raise FrameError("oversize", f"a header of {len(data)} bytes (limit {LIMITS.short_header_bytes})")
     try:
-        header = msgpack.unpackb(data)
+        # Lists and maps take their memory when their length is read: what they announce must be there.
+        scan = msgpack.Unpacker(max_buffer_size=len(data))
+        scan.feed(data)
+        scan.skip()
+        with _no_collection() if is_long else nullcontext():
+            header = msgpack.unpackb(data)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise FrameError("header", f"not msgpack: {error}") from error
     if not isinstance(header, dict):
         raise FrameError("header", f"a map was expected, got {type(header).__name__}")
+    name = header.pop("kind", None)
     try:
-        kind = Kind(header.pop("kind", None))
+        kind = Kind(name if isinstance(name, str) else "")
     except ValueError as error:
-        raise FrameError("kind", str(error)[:80]) from error
+        raise FrameError("kind", f"{reprlib.repr(name):.60} is no kind of frame") from error
     return kind, header
+
+
+_FIRST_KIND = re.compile(rb"(?:[\x80-\x8f]|\xde..|\xdf....)\xa4kind[\xa1-\xbf]([a-z_]{1,31})", re.DOTALL)
+
+
+def _first_kind(data: bytes | memoryview) -> str:
+    """The kind of a header that begins with it, as those of `encode_head` do; without parsing it."""
+    match = _FIRST_KIND.match(bytes(data[:64]))
+    return match[1].decode() if match is not None else ""
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection: for a million small lists it walks the whole program's objects many times."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def need(header: Mapping[str, Any], name: str, type_: type[T]) -> T:

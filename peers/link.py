@@ -1,8 +1,10 @@
 """One link: the bundle of long-lived raw streams to one neighbour.
 
 A link has one control stream and a few bulk streams, used in both directions. Control frames never wait
-behind bulk; bulk frames leave by priority, each whole on one stream, so several interleave. Whatever breaks
-any of the streams breaks the link: `closed` is set with the reason and nothing is ever half alive.
+behind bulk; bulk frames leave by priority, each whole on one stream, so several interleave. Under a cap every
+piece of bulk waits for its turn among all the peer's streams (`peers.shaper`), and goes only as far as the
+neighbour's own cap gives credit (`peers.credit`). Whatever breaks any of the streams breaks the link: `closed`
+is set with the reason and nothing is ever half alive.
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peers.frames import BULK_PRIORITY, PREFIX, Frame, FrameError, Kind, decode_header
-from peers.limits import LIMITS, PROTOCOL_VERSION, Limits
-from peers.traffic import Traffic
+from peers.credit import GivenCredit, SendCredit
+from peers.frames import BULK_PRIORITY, Frame, FrameError, Kind, need_count
+from peers.limits import LIMITS, PROTOCOL_VERSION
+from peers.offences import Offences
+from peers.streams import Gate, Stream, read_frame, write_frame
+from peers.traffic import Lane, Traffic
+
+__all__ = ["Hello", "Link", "OnFrame", "Stream", "read_frame", "write_frame"]
 
 logger = logging.getLogger("swarm_peer.link")
 OnFrame = Callable[["Link", Frame], Awaitable[None] | None]
@@ -31,6 +38,8 @@ class Hello:
     stage: int
     incarnation: int
     protocol: int = PROTOCOL_VERSION
+    window: int | None = None
+    """Bytes of bulk that may be sent to this end before it gives CREDIT; None: no bound, its line has no cap."""
 
     def header(self, **more: Any) -> dict[str, Any]:
         """Header of a HELLO frame."""
@@ -39,59 +48,60 @@ class Hello:
             "run": self.run,
             "stage": self.stage,
             "incarnation": self.incarnation,
+            **({} if self.window is None else {"window": self.window}),
             **more,
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A raw libp2p stream."""
+class _BulkGate:
+    """What pieces of bulk pass on their way out: the neighbour's credit, then the peer's own line.
 
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-
-async def read_frame(
-    reader: asyncio.StreamReader, payload_limit: int, limits: Limits = LIMITS
-) -> tuple[Frame, int]:
-    """Read one frame; returns it and its size on the wire.
-
-    Sizes are compared with the limits before memory is taken. Raises FrameError for a frame over a limit or
-    with a bad header, asyncio.IncompleteReadError and ConnectionError when the stream ends.
+    waiting_since: since when the neighbour has taken nothing that was ready for it, None while that is not so.
     """
-    header_bytes, payload_bytes = PREFIX.unpack(await reader.readexactly(PREFIX.size))
-    if header_bytes > limits.header_bytes:
-        raise FrameError("oversize", f"a header of {header_bytes} bytes (limit {limits.header_bytes})")
-    if payload_bytes > payload_limit:
-        raise FrameError("oversize", f"a payload of {payload_bytes} bytes (limit {payload_limit})")
-    kind, header = decode_header(await reader.readexactly(header_bytes))
-    frame = Frame(kind, header)
-    if payload_bytes:
-        buffer = bytearray(payload_bytes)
-        view = memoryview(buffer)
-        filled = 0
-        while filled < payload_bytes:
-            chunk = await reader.read(min(limits.read_chunk_bytes, payload_bytes - filled))
-            if not chunk:
-                raise asyncio.IncompleteReadError(b"", payload_bytes - filled)
-            view[filled : filled + len(chunk)] = chunk
-            filled += len(chunk)
-        frame.payload = (view,)
-    return frame, PREFIX.size + header_bytes + payload_bytes
+
+    def __init__(self, lane: Lane, credit: SendCredit) -> None:
+        self._lane, self._credit = lane, credit
+        self.waiting_since: float | None = None
+
+    @property
+    def piece_bytes(self) -> int:
+        """See `peers.streams.Gate`."""
+        return min(self._lane.piece_bytes, self._credit.piece_bytes)
+
+    async def passes(self, kind: Kind, nbytes: int) -> None:
+        """See `peers.streams.Gate`."""
+        self.waiting_since = time.monotonic()
+        await self._credit.wait()
+        self._credit.spend(nbytes)
+        self.waiting_since = None
+        await self._lane.passes(kind, nbytes)
+        self.waiting_since = time.monotonic()  # for the transport to take it
+
+    def has_passed(self, kind: Kind) -> None:
+        """See `peers.streams.Gate`."""
+        self.waiting_since = None
+        self._lane.has_passed(kind)
+
+    def promote(self, priority: int) -> None:
+        """A frame of this priority waits for a stream."""
+        self._lane.promote(priority)
 
 
-async def write_frame(writer: asyncio.StreamWriter, frame: Frame, limits: Limits = LIMITS) -> int:
-    """Write one frame in chunks, waiting for the transport between them; returns its size on the wire."""
-    head = frame.encode_head()
-    writer.write(head)
-    total = len(head)
-    for buffer in frame.payload:
-        for offset in range(0, buffer.nbytes, limits.write_chunk_bytes):
-            writer.write(buffer[offset : offset + limits.write_chunk_bytes])
-            await writer.drain()
-        total += buffer.nbytes
-    await writer.drain()
-    return total
+class _ReadGate:
+    """What pieces of bulk pass on their way in: the peer's own line, which gives the neighbour new credit."""
+
+    def __init__(self, lane: Lane, gives: Callable[[int, bool], None]) -> None:
+        self._lane, self._gives = lane, gives
+        self.piece_bytes = lane.piece_bytes
+
+    async def passes(self, kind: Kind, nbytes: int) -> None:
+        """See `peers.streams.Gate`."""
+        has_waited = await self._lane.passes(kind, nbytes)
+        self._gives(nbytes, has_waited)
+
+    def has_passed(self, kind: Kind) -> None:
+        """See `peers.streams.Gate`."""
+        self._lane.has_passed(kind)
 
 
 class Link:
@@ -113,7 +123,13 @@ class Link:
             asyncio.PriorityQueue()
         )
         self._order = itertools.count()
-        self._offences = 0
+        self._credit = SendCredit(hello.window)
+        self._given = GivenCredit(traffic.download)
+        self._control_out = traffic.lane("up", hello.stage, is_bulk=False)
+        self._bulk_out = [
+            _BulkGate(traffic.lane("up", hello.stage, is_bulk=True), self._credit) for _ in streams[1:]
+        ]
+        self.offences = Offences()
         self.has_offended = False
         self.payload_limit = LIMITS.payload_bytes
 
@@ -150,7 +166,10 @@ class Link:
     async def run(self) -> None:
         """Move frames until the link closes; always returns, with every task it started ended."""
         tasks = [asyncio.create_task(self._write_control()), asyncio.create_task(self._heartbeat())]
-        tasks += [asyncio.create_task(self._write_bulk(stream)) for stream in self._streams[1:]]
+        tasks += [
+            asyncio.create_task(self._write_bulk(stream, gate))
+            for stream, gate in zip(self._streams[1:], self._bulk_out, strict=True)
+        ]
         tasks += [
             asyncio.create_task(self._read(stream, number)) for number, stream in enumerate(self._streams)
         ]
@@ -171,47 +190,55 @@ class Link:
             self._control.put_nowait(frame)
         else:
             self._bulk.put_nowait((priority, next(self._order), frame, written))
+            for gate in self._bulk_out:
+                gate.promote(priority)
 
     async def _write_control(self) -> None:
         while True:
-            await self._write(self._streams[0], await self._control.get(), None)
+            await self._write(self._streams[0], self._control_out, await self._control.get(), None)
 
-    async def _write_bulk(self, stream: Stream) -> None:
+    async def _write_bulk(self, stream: Stream, gate: _BulkGate) -> None:
         while True:
             _, _, frame, written = await self._bulk.get()
-            await self._write(stream, frame, written)
+            await self._write(stream, gate, frame, written)
 
-    async def _write(self, stream: Stream, frame: Frame, written: asyncio.Future[None] | None) -> None:
+    async def _write(
+        self, stream: Stream, gate: Gate, frame: Frame, written: asyncio.Future[None] | None
+    ) -> None:
         try:
-            size = await write_frame(stream.writer, frame)
+            await write_frame(stream.writer, frame, gate=gate)
         except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a transport that is closing
             self.close(f"write failed: {error or type(error).__name__}")
             return
-        self._traffic.count("up", frame.kind, self.hello.stage, size)
         if written is not None and not written.done():
             written.set_result(None)
 
     async def _read(self, stream: Stream, number: int) -> None:
+        lane = self._traffic.lane("down", self.hello.stage, is_bulk=number > 0)
+        gate: Gate = _ReadGate(lane, self._give) if number > 0 else lane
         while self.is_open:
             limit = LIMITS.control_payload_bytes if number == 0 else self.payload_limit
             try:
-                frame, size = await read_frame(stream.reader, limit)
+                frame, _ = await read_frame(stream.reader, limit, gate=gate)
             except (asyncio.IncompleteReadError, OSError) as error:
                 self.close(f"disconnected ({type(error).__name__})")
                 return
             except FrameError as error:
                 # After an oversized or undecodable frame the stream's framing cannot be trusted any more.
                 self._traffic.refuse(error.reason)
+                self.has_offended = self.offences.add(self.peer, LIMITS.offences)
                 self.close(f"sent a malformed frame ({error})")
                 return
             self.last_heard = time.monotonic()
-            self._traffic.count("down", frame.kind, self.hello.stage, size)
             await self._deliver(frame)
 
     async def _deliver(self, frame: Frame) -> None:
         try:
             if frame.kind is Kind.HEARTBEAT:
                 self._on_heartbeat(frame)
+                return
+            if frame.kind is Kind.CREDIT:
+                self._credit.add(need_count(frame.header, "bytes", LIMITS.payload_bytes))
                 return
             pending = self._on_frame(self, frame)
             if pending is not None:
@@ -226,11 +253,16 @@ class Link:
     def offend(self, error: FrameError) -> None:
         """Count a frame that was refused; after a few of them the link is dropped."""
         self._traffic.refuse(error.reason)
-        self._offences += 1
+        is_enough = self.offences.add(self.peer)
         self.post(Kind.REFUSED, {"reason": error.reason, "detail": str(error)[:200]})
-        if self._offences >= LIMITS.offences:
+        if is_enough:
             self.has_offended = True
-            self.close(f"sent {self._offences} frames the protocol does not allow, the last: {error}")
+            self.close(f"sent {LIMITS.offences} frames the protocol does not allow, the last: {error}")
+
+    def _give(self, nbytes: int, has_waited: bool) -> None:
+        """Bytes of the neighbour's have passed our line."""
+        if credit := self._given.passed(nbytes, self.rtt_s, has_waited=has_waited):
+            self.post(Kind.CREDIT, {"bytes": credit})
 
     def _on_heartbeat(self, frame: Frame) -> None:
         sent, echo = frame.header.get("sent"), frame.header.get("echo")
@@ -244,6 +276,9 @@ class Link:
         while True:
             self.post(Kind.HEARTBEAT, {"sent": time.monotonic()})
             await asyncio.sleep(LIMITS.heartbeat_s)
-            silence = time.monotonic() - self.last_heard
-            if silence > LIMITS.heartbeat_missing_s:
+            now = time.monotonic()
+            if (silence := now - self.last_heard) > LIMITS.heartbeat_missing_s:
                 self.close(f"silent for {silence:.0f} s")
+            since = [gate.waiting_since for gate in self._bulk_out if gate.waiting_since is not None]
+            if since and (stalled := now - min(since)) > LIMITS.bulk_stall_s:
+                self.close(f"takes no bulk for {stalled:.0f} s")

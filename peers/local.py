@@ -145,6 +145,8 @@ class LocalSwarm:
         self.on_note: Callable[[str], None] = lambda _: None
         self.interrupts = 0
         self.losses: dict[int, float] = {}
+        self.caps_mbps: tuple[float | None, float | None] = (None, None)
+        """What each stage peer may upload and download, in Mbit/s."""
 
     @property
     def trainers(self) -> list[PeerView]:
@@ -159,7 +161,8 @@ class LocalSwarm:
         """Fork one peer. Raises ZygoteError."""
         log = self.folder(name) / "peer.log"
         pid, pipe = self.zygote.spawn({"config": encode_config(config)}, log)
-        peer = self.peers[name] = PeerView(name, config.stage, pid, pipe, log)
+        stage = config.stage if isinstance(config.stage, int) else None
+        peer = self.peers[name] = PeerView(name, stage, pid, pipe, log)
         return peer
 
     def start_seed(self, on_change: OnChange) -> str:
@@ -201,6 +204,8 @@ class LocalSwarm:
                         listen=LISTEN,
                         identity=self.folder(name) / "identity.key",
                         threads=threads,
+                        max_upload_mbps=self.caps_mbps[0],
+                        max_download_mbps=self.caps_mbps[1],
                         checkpoint_dir=self.folder(name) / "checkpoints",
                         serve_after_s=_SERVE_AFTER_S,
                     ),

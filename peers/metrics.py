@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
@@ -41,6 +42,7 @@ RoundReason = Literal[
 ]
 Way = Literal["forward", "gradient", "averaging"]
 CheckpointResult = Literal["written", "failed", "corrupt"]
+UpdateResult = Literal["written", "failed", "skipped", "corrupt", "applied"]
 
 REFUSAL_REASONS = (
     "oversize",
@@ -55,10 +57,15 @@ REFUSAL_REASONS = (
     "start",
     "stranger",
     "early",
+    "slow",
+    "plan",
+    "step",
+    "assign",
     "other",
 )
 """Labels of refused frames; a reason outside of them is counted as "other"."""
 LAG_INTERVAL_S = 0.5
+LAG_WINDOW_S = 60.0
 _ROUND_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _STAGES = 1024
@@ -122,10 +129,31 @@ class Metrics:
         self._checkpoints = Counter(
             "swarm_peer_checkpoints", "Checkpoints by what became of them", ["result"], registry=registry
         )
+        self._updates = Counter(
+            "swarm_peer_updates",
+            "Updates (committed steps kept for those who catch up) by what became of them",
+            ["result"],
+            registry=registry,
+        )
         self._loop_lag = Histogram(
             "swarm_peer_loop_lag_seconds",
             "How late the communication loop woke up, in seconds",
             buckets=_LAG_BUCKETS,
+            registry=registry,
+        )
+        self.loop_lag_max = Gauge(
+            "swarm_peer_loop_lag_recent_max_seconds",
+            "Latest that the communication loop woke up within the last minute, in seconds",
+            registry=registry,
+        )
+        self.host_restarts = Counter(
+            "swarm_peer_host_restarts",
+            "Deaths of the libp2p daemon, each followed by a restart",
+            registry=registry,
+        )
+        self.known_peers = Gauge(
+            "swarm_peer_known_peers",
+            "Live peers of the run on the noticeboard, this one included",
             registry=registry,
         )
         self._declare_series()
@@ -143,6 +171,8 @@ class Metrics:
             self._queue_depth.labels(queue)
         for result in get_args(CheckpointResult):
             self._checkpoints.labels(result)
+        for what in get_args(UpdateResult):
+            self._updates.labels(what)
         self._rounds.labels("committed", "none")
         for reason in get_args(RoundReason):
             if reason != "none":
@@ -181,12 +211,19 @@ class Metrics:
         """Count checkpoints."""
         self._checkpoints.labels(_one_of(result, get_args(CheckpointResult))).inc(count)
 
+    def update(self, result: UpdateResult, count: int = 1) -> None:
+        """Count updates."""
+        self._updates.labels(_one_of(result, get_args(UpdateResult))).inc(count)
+
     async def watch_loop(self, interval_s: float = LAG_INTERVAL_S) -> None:
         """Measure how late the loop wakes up, for ever; a task of the peer's group runs it."""
+        recent: deque[float] = deque(maxlen=max(1, round(LAG_WINDOW_S / interval_s)))
         while True:
             due = time.monotonic() + interval_s
             await asyncio.sleep(interval_s)
-            self._loop_lag.observe(max(0.0, time.monotonic() - due))
+            recent.append(max(0.0, time.monotonic() - due))
+            self._loop_lag.observe(recent[-1])
+            self.loop_lag_max.set(max(recent))
 
 
 def _one_of(value: str, known: tuple[str, ...]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import uvloop
 
+from peers import injector
 from peers.config import PeerConfig, UserError
 from peers.engine import Engine
 from peers.limits import LIMITS
@@ -37,6 +38,8 @@ def run_peer(config: PeerConfig, reporter: Reporter) -> int:
     `swarm` raise for mistakes of the user (each with one clear message), after everything is closed.
     """
     check_device(config.device)
+    if config.kill_at is not None:
+        injector.arm(config.kill_at, config.stage if isinstance(config.stage, int) else None)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     return _PeerProcess(config, reporter).run()

@@ -16,6 +16,8 @@ class Progress:
     loss: float | None = None
     tokens_done: int = 0
     gradient_norm: float | None = None
+    lost: int = 0
+    """Microbatches that the commits of this stage listed as lost."""
     step_times: list[float] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)
 
@@ -33,3 +35,10 @@ class Progress:
             return None
         span = self.step_times[-1] - self.step_times[0]
         return sum(self.step_tokens[1 - len(self.step_times) :]) / max(span, 1e-6)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Seconds between commits, over the last few steps."""
+        if len(self.step_times) < 2:
+            return None
+        return (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)

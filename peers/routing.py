@@ -2,13 +2,16 @@
 
 Every neighbour has an estimate of the seconds it needs per microbatch (an exponential moving average of
 the time between its answers while it is busy). A microbatch goes where it is expected to be finished
-first: estimate * (what is outstanding there + 1). Neighbours without an estimate are tried first.
+first: estimate * (what is outstanding there + 1). Neighbours without an estimate are tried first. A neighbour
+that has no room is left alone for a while, and then gets as much as it could hold before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from peers.limits import LIMITS
 
 K = TypeVar("K")
 
@@ -19,11 +22,15 @@ BACKOFF_CEILING_S = 30.0
 
 @dataclass(slots=True)
 class _Neighbour(Generic[K]):
+    room: float
+    """Microbatches of this peer it can hold, by experience; never more than the window."""
     outstanding: dict[K, float] = field(default_factory=dict)
     seconds: float | None = None
     last_answer: float = 0.0
     blocked_until: float = 0.0
     backoff_s: float = BACKOFF_FIRST_S
+    busy_s: float = 0.0
+    """Its rest after the last BUSY; 0 since it accepted something."""
 
 
 class Router(Generic[K]):
@@ -32,6 +39,7 @@ class Router(Generic[K]):
     def __init__(self, window: int) -> None:
         self.window = window
         self._neighbours: dict[str, _Neighbour[K]] = {}
+        self._fences: dict[str, set[str]] = {}
 
     @property
     def peers(self) -> list[str]:
@@ -40,14 +48,32 @@ class Router(Generic[K]):
 
     def add(self, peer: str) -> None:
         """A link to this peer is up."""
-        self._neighbours.setdefault(peer, _Neighbour())
+        self._neighbours.setdefault(peer, _Neighbour(self.window))
 
     def remove(self, peer: str) -> None:
         """The peer is lost."""
         self._neighbours.pop(peer, None)
 
-    def choose(self, now: float, *, is_urgent: bool = False) -> str | None:
-        """The peer expected to finish one more microbatch first; None if all are full or blocked.
+    def reset(self) -> None:
+        """Forget what was sent and who is fenced; the live peers and their speeds stay."""
+        self._fences.clear()
+        for neighbour in self._neighbours.values():
+            neighbour.outstanding.clear()
+
+    def fence(self, peer: str, plan: str) -> None:
+        """The peer takes no more work of this plan."""
+        self._fences.setdefault(plan, set()).add(peer)
+
+    def is_fenced(self, peer: str, plan: str) -> bool:
+        """Whether the peer takes no work of this plan."""
+        return peer in self._fences.get(plan, ())
+
+    def lift_fences(self, keep: str) -> None:
+        """Forget the fences of all plans but one: their steps are over."""
+        self._fences = {plan: peers for plan, peers in self._fences.items() if plan == keep}
+
+    def choose(self, now: float, *, is_urgent: bool = False, plan: str = "") -> str | None:
+        """The peer expected to finish one more microbatch first; None if all are full, blocked or fenced.
 
         is_urgent: no window holds it back. A replay must never wait behind work of the next step, which in
         turn waits for the step that needs the replay.
@@ -55,7 +81,9 @@ class Router(Generic[K]):
         best: tuple[float, int, str] | None = None
         for peer, neighbour in self._neighbours.items():
             load = len(neighbour.outstanding)
-            if (load >= self.window and not is_urgent) or now < neighbour.blocked_until:
+            if (load >= int(neighbour.room) and not is_urgent) or now < neighbour.blocked_until:
+                continue
+            if self.is_fenced(peer, plan):
                 continue
             cost = ((neighbour.seconds or 0.0) * (load + 1), load, peer)
             if best is None or cost < best:
@@ -77,17 +105,30 @@ class Router(Generic[K]):
         old = neighbour.seconds
         neighbour.seconds = sample if old is None else old + EMA_WEIGHT * (sample - old)
         neighbour.backoff_s = BACKOFF_FIRST_S
+        neighbour.room = min(self.window, neighbour.room + 1 / neighbour.room)
+
+    def accepted(self, peer: str) -> None:
+        """The peer had room."""
+        if (neighbour := self._neighbours.get(peer)) is not None:
+            neighbour.busy_s = 0.0
 
     def forget(self, peer: str, key: K) -> None:
         """The microbatch is no longer this peer's, for a reason that says nothing about its speed."""
         if (neighbour := self._neighbours.get(peer)) is not None:
             neighbour.outstanding.pop(key, None)
 
-    def busy(self, peer: str, key: K, now: float, pause_s: float) -> None:
-        """The peer had no room: its microbatch goes elsewhere, the peer rests for a moment."""
+    def busy(self, peer: str, key: K, now: float, first_s: float = LIMITS.busy_retry_s) -> None:
+        """The peer had no room: the microbatch goes elsewhere, the peer rests, twice as long every time.
+
+        What it refuses of one burst counts once. first_s: its first rest.
+        """
         self.forget(peer, key)
-        if (neighbour := self._neighbours.get(peer)) is not None:
-            neighbour.blocked_until = max(neighbour.blocked_until, now + pause_s)
+        if (neighbour := self._neighbours.get(peer)) is None:
+            return
+        neighbour.room = max(1, len(neighbour.outstanding))
+        if now >= neighbour.blocked_until:
+            neighbour.busy_s = min(2 * neighbour.busy_s or first_s, max(first_s, LIMITS.busy_ceiling_s))
+            neighbour.blocked_until = now + neighbour.busy_s
 
     def failed(self, peer: str, key: K, now: float) -> None:
         """The peer refused work it should have taken: it rests for twice as long every time."""
@@ -105,3 +146,8 @@ class Router(Generic[K]):
         """Microbatches this peer has not returned."""
         neighbour = self._neighbours.get(peer)
         return len(neighbour.outstanding) if neighbour is not None else 0
+
+    def sent_at(self, peer: str | None, key: K) -> float:
+        """When a microbatch that is not answered went to this peer; long ago if it did not."""
+        neighbour = self._neighbours.get(peer) if peer is not None else None
+        return neighbour.outstanding.get(key, float("-inf")) if neighbour is not None else float("-inf")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from peers import injector
 from peers import work_items as items
 from peers.compute import Boundaries, StageCompute, Work
 from peers.engine import Engine, JobPriority
@@ -66,6 +67,12 @@ class StageWorker:
         self._tasks = tasks
         self._on_ledger, self._on_slot_done, self._on_give_up = on_ledger, on_slot_done, on_give_up
         self.codec_bytes = {"forward": 0, "gradient": 0, "ids": 0, "tokens": 0, "dense_positions": 0}
+        injector.testify(self._testimony)
+
+    def _testimony(self) -> dict[str, Any]:
+        """What this peer takes with it when it dies (fault tests): its step, its keys of it, and how many it had."""
+        keys = [[key.slot, key.microbatch] for key in self.core.ledger]
+        return {"step": self.core.version, "held": self.core.in_flight + len(keys), "ledger": keys}
 
     # -- frames ------------------------------------------------------------------------------------------
 
@@ -102,10 +109,12 @@ class StageWorker:
 
     def on_reply(self, link: Link, frame: Frame) -> None:
         """ACCEPTED, BUSY or REFUSED for a key. Raises FrameError."""
-        if frame.kind is Kind.ACCEPTED or "key" not in frame.header:
-            return  # ACCEPTED changes nothing here; REFUSED without a key is about the frame, not the work
+        if "key" not in frame.header:
+            return  # REFUSED without a key is about the frame, not the work
         key, now = parse_key(frame), time.monotonic()
-        if frame.kind is Kind.BUSY:
+        if frame.kind is Kind.ACCEPTED:
+            self.core.on_accepted(link.peer, key)
+        elif frame.kind is Kind.BUSY:
             self.run(self.core.on_busy(link.peer, key, now))
         else:
             reason = need(frame.header, "reason", str)[:40]
@@ -142,6 +151,10 @@ class StageWorker:
                     self._on_slot_done(slot)
                 case items.LedgerGrew():
                     self._on_ledger()
+                case items.KeyLost(key):
+                    logger.warning("nobody can give the gradient of microbatch %s any more", key)
+                    self._tasks.create_task(self._submit(JobPriority.BACKWARD, self._compute.drop, key))
+                    self._on_ledger()
                 case items.GiveUp(key):
                     self._on_give_up(key)
                 case items.ClearAccumulator():
@@ -161,6 +174,7 @@ class StageWorker:
         if result is None:
             return
         if is_last:
+            injector.hit("after_backward", entry.key.step)
             gradient, loss_sum, loss_tokens = result
             if not math.isfinite(loss_sum):
                 self._on_give_up(entry.key)
@@ -178,10 +192,11 @@ class StageWorker:
             self.run(self.core.on_unreadable(entry, time.monotonic()))
             return
         if result is not None:
+            injector.hit("after_backward", entry.key.step)
             self.run(self.core.on_backward_done(entry, result[0], None, time.monotonic()))
 
-    async def _submit(self, priority: int, job: Callable[[], Any]) -> None:
-        await self._engine.submit(priority, job)
+    async def _submit(self, priority: int, job: Callable[..., Any], *arguments: Any) -> None:
+        await self._engine.submit(priority, job, *arguments)
 
     def _work(self, entry: items.Entry) -> Work:
         """A source reads its microbatch on the compute thread, when its turn comes."""
@@ -225,7 +240,9 @@ class StageWorker:
             self.codec_bytes["ids"] += sum(part.nbytes for part in batch)
             self.codec_bytes["tokens"] += work_.batch.tokens
         header = {"key": entry.key.pack(), "replay": entry.is_replay}
-        link.post(Kind.FORWARD, header, batch + payload)
+        self._tasks.create_task(
+            self._send_bulk(link, Kind.FORWARD, header, batch + payload, "after_forward_sent")
+        )
 
     def _send_gradient(self, peer: str, entry: items.Entry) -> None:
         link = self._links.get(peer)
@@ -238,23 +255,39 @@ class StageWorker:
         }
         payload = pack_tensors(entry.gradient.values())
         self.codec_bytes["gradient"] += sum(part.nbytes for part in payload)
-        link.post(Kind.GRADIENT, header, payload)
+        self._tasks.create_task(self._send_bulk(link, Kind.GRADIENT, header, payload, "after_gradient"))
+
+    async def _send_bulk(
+        self, link: Link, kind: Kind, header: dict[str, Any], payload: list[memoryview], point: injector.Point
+    ) -> None:
+        try:
+            await link.send(kind, header, payload)
+        except ConnectionError:
+            return  # repeated when the peer is up again, sent elsewhere if it is lost
+        injector.hit(point, header["key"][0])
 
     def _reply(self, peer: str, kind: str, key: MicrobatchKey, reason: str) -> None:
         link = self._links.get(peer)
         if link is not None:
             link.post(Kind(kind), {"key": key.pack(), "reason": reason})
+            if kind == Kind.ACCEPTED:
+                injector.hit("after_accepted", key.step)
 
     async def _ask_holders(self, entry: items.Entry) -> None:
-        links = self._links.open_links(self.stage + 1)
+        plan, router = entry.key.plan, self.core.router
+        links = [
+            link for link in self._links.open_links(self.stage + 1) if not router.is_fenced(link.peer, plan)
+        ]
         answers = await self._questions.ask(links, "holder", entry.key.pack(), is_enough=lambda a: a is True)
         holder = next((peer for peer, answer in answers.items() if answer is True), None)
-        if holder is None and not set(self.core.router.peers) <= set(answers):
-            # Somebody who may hold it did not answer (its link is down): asked again on the timer. Choosing
-            # another peer now would train the key twice, and no round could commit any more.
-            entry.holders = "unknown"
-            return
-        self.run(self.core.on_holder(entry, holder, time.monotonic()))
+        denied = {peer for peer, answer in answers.items() if answer is False}
+        now = time.monotonic()
+        if holder is None and not (denied and self.core.askable(entry) <= denied):
+            # Somebody who may hold it did not answer (its link is down). Choosing another peer now would train
+            # the key twice, and calling it lost would lose it.
+            self.run(self.core.on_holder_unknown(entry, now))
+        else:
+            self.run(self.core.on_holder(entry, holder, now))
 
 
 def parse_key(frame: Frame) -> MicrobatchKey:

@@ -102,6 +102,7 @@ class StartCore:
         self._proposed_at = float("-inf")
         self._waiting_for: set[str] = set()
         self._acknowledged: tuple[str, float] | None = None
+        self._left_out_until = float("-inf")
         self.started: Start | None = None
 
     def tick(self, now: float, online: Sequence[Sequence[str]]) -> list[Action]:
@@ -115,7 +116,7 @@ class StartCore:
             return []
         if self._proposed is not None and now - self._proposed_at < LIMITS.start_s:
             return []
-        if self._is_bound_to_another(self._me, now):
+        if self._is_bound_to_another(self._me, now) or now < self._left_out_until:
             return []
         self._proposed = self._make_start(tuple(tuple(sorted(peers)) for peers in online))
         self._proposed_at = now
@@ -123,7 +124,7 @@ class StartCore:
         others = [peer for peer in self._proposed.rosters[0] if peer != self._me]
         self._waiting_for = set(others)
         if not others:
-            return self.on_start(self._proposed)
+            return self.on_start(self._proposed, now)
         return [Tell(peer, Kind.PROPOSE, self._proposed.header()) for peer in others]
 
     def on_propose(self, peer: str, start: Start, now: float) -> list[Action]:
@@ -145,11 +146,18 @@ class StartCore:
         if now - self._proposed_at > LIMITS.start_s:
             return []
         self._waiting_for.discard(peer)
-        return [] if self._waiting_for else self.on_start(self._proposed)
+        return [] if self._waiting_for else self.on_start(self._proposed, now)
 
-    def on_start(self, start: Start) -> list[Action]:
-        """START: by our own declaration or a neighbour's word. The first one counts."""
+    def on_start(self, start: Start, now: float) -> list[Action]:
+        """START: by our own declaration or a neighbour's word. The first one that names this peer counts.
+
+        One that does not is no proof of a running swarm (its peers are asked where they are), but this peer
+        proposes none of its own for a while.
+        """
         if self.started is not None:
+            return []
+        if self._me not in start.rosters[self._stage]:
+            self._left_out_until = now + LIMITS.left_out_s
             return []
         self.started = start
         return [Begin(start)]

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from peers import start
 from peers.frames import Frame, FrameError, Kind, need
+from peers.joining import common_version, stages_without_state
+from peers.limits import LIMITS
 from peers.link import Link
 from peers.links import Links
 from peers.planning import PlanBook, make_plan
 from swarm.manifest import RunManifest
 from swarm.plan import Plan
 
+Held = Sequence[Mapping[str, Sequence[int]]]
+"""Peers that are ready to start, per stage, each with the versions it can serve."""
+
 
 class Starter:
-    """Proposes, acknowledges and passes on the start. `on_begin(start, first plan)` is called once."""
+    """Proposes, acknowledges and passes on the start. `on_begin(start, first plan)` is called once.
+
+    A run starts from the newest version that somebody in every stage holds: 0 the first time, a snapshot after
+    the whole swarm was stopped. `on_finished` is called if every stage holds the run's last version.
+    """
 
     def __init__(
         self,
@@ -24,11 +33,14 @@ class Starter:
         stage: int,
         links: Links,
         plans: PlanBook,
-        version: Callable[[], int],
+        note: Callable[[str], None],
         on_begin: Callable[[start.Start, Plan], None],
+        on_finished: Callable[[], None],
     ) -> None:
         self._manifest, self._links, self._plans = manifest, links, plans
-        self._version, self._on_begin = version, on_begin
+        self._note, self._on_begin, self._on_finished = note, on_begin, on_finished
+        self._held: Held = ()
+        self._incomplete_since: float | None = None
         self.core = start.StartCore(
             me=links.me,
             stage=stage,
@@ -38,9 +50,29 @@ class Starter:
             make_start=self._make_start,
         )
 
-    def tick(self, now: float, online: Sequence[Sequence[str]]) -> None:
-        """Time passes. online: peers ready to start, per stage."""
-        self._run(self.core.tick(now, online))
+    def tick(self, now: float, held: Held) -> None:
+        """Time passes. held: peers ready to start, per stage, with what they can serve."""
+        self._held = held
+        if self.core.started is None and self._waits_for_state(now, held):
+            return
+        if self.core.started is None and common_version(held) >= self._manifest.total_steps:
+            self._on_finished()
+            return
+        self._run(self.core.tick(now, [list(stage) for stage in held]))
+
+    def _waits_for_state(self, now: float, held: Held) -> bool:
+        """After a stop, those who hold a stage's newest state may only be on their way."""
+        without = stages_without_state(held)
+        if not without:
+            self._incomplete_since = None
+            return False
+        if self._incomplete_since is None:
+            self._incomplete_since = now
+            self._note(
+                f"a newer state than the initial one is held in some stages, in stage "
+                f"{', '.join(map(str, without))} not: waiting {LIMITS.cold_start_s:.0f} s for its holders"
+            )
+        return now - self._incomplete_since < LIMITS.cold_start_s
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         """PROPOSE, ACKNOWLEDGE or START. Raises FrameError."""
@@ -58,11 +90,12 @@ class Starter:
         if frame.kind is Kind.PROPOSE:
             self._run(self.core.on_propose(link.peer, message, time.monotonic()))
         else:
-            self._run(self.core.on_start(message))
+            self._run(self.core.on_start(message, time.monotonic()))
 
     def _make_start(self, rosters: tuple[tuple[str, ...], ...]) -> start.Start:
-        plan, sources = make_plan(self._manifest, self._version(), 0, "", rosters[0])
-        return start.Start(self._version(), rosters, plan.to_bytes(), sources)
+        version = common_version(self._held)
+        plan, sources = make_plan(self._manifest, version, 0, "", rosters[0])
+        return start.Start(version, rosters, plan.to_bytes(), sources)
 
     def _run(self, actions: Iterable[start.Action]) -> None:
         for action in actions:

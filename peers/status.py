@@ -19,13 +19,12 @@ from swarm.manifest import RunManifest
 class StatusBoard:
     """Reads the peer's parts when somebody asks, and keeps the metrics up to date with them."""
 
-    def __init__(
-        self, stage: int | None, lifecycle: Lifecycle, traffic: Traffic, metrics: Metrics, engine: Engine
-    ) -> None:
+    def __init__(self, lifecycle: Lifecycle, traffic: Traffic, metrics: Metrics, engine: Engine) -> None:
         self.trainer: Trainer | None = None
         self.links: Links | None = None
         self.is_finished = False
-        self._stage, self._lifecycle = stage, lifecycle
+        self._stage: int | None = None
+        self._lifecycle = lifecycle
         self._traffic, self._metrics, self._engine = traffic, metrics, engine
         self._process = psutil.Process()
         self._started = time.monotonic()
@@ -35,8 +34,9 @@ class StatusBoard:
         self._rates: tuple[float, float] = (0.0, 0.0)
         self._rates_at = 0.0
 
-    def identify(self, peer_id: str, manifest: RunManifest, metrics_url: str) -> None:
-        """The run is known."""
+    def identify(self, peer_id: str, stage: int | None, manifest: RunManifest, metrics_url: str) -> None:
+        """The run is known, and the stage to hold (None for a seed)."""
+        self._stage = stage
         self._peer_id, self._manifest, self._metrics_url = peer_id, manifest, metrics_url
         self._metrics.total_steps.set(manifest.total_steps)
 
@@ -64,6 +64,9 @@ class StatusBoard:
             "tokens_per_s": progress.tokens_per_s if progress else None,
             "upload_mbps": round(up, 3),
             "download_mbps": round(down, 3),
+            "standing": trainer.membership.standing.value if trainer else None,
+            "stage_refills": trainer.membership.refills if trainer else 0,
+            "microbatches_lost": progress.lost if progress else 0,
             "neighbours": len(self.links.open_links()) if self.links else 0,
             "microbatches_done": counters.get("done", 0),
             "microbatches_replayed": counters.get("replayed", 0),
@@ -107,6 +110,7 @@ class StatusBoard:
         metrics.tokens.inc(self._grown("tokens", status["tokens_done"]))
         metrics.microbatch("done", int(self._grown("done", status["microbatches_done"])))
         metrics.microbatch("replayed", int(self._grown("replayed", status["microbatches_replayed"])))
+        metrics.microbatch("lost", int(self._grown("lost", status["microbatches_lost"])))
         metrics.microbatch("duplicate", int(self._grown("duplicate", status["microbatches_duplicate"])))
         if trainer is None:
             return

@@ -1,4 +1,8 @@
-"""Bytes counted once, where they leave and enter, by direction, kind and neighbour stage."""
+"""Bytes counted once, where they leave and enter, by direction, kind and neighbour stage; and made to wait there.
+
+A peer has one `Traffic`. Every stream gets a `Lane` of it for each direction, and each piece of a frame passes the
+lane: it is counted, and waits for its turn in the direction's shaper.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,43 @@ import time
 from collections import defaultdict, deque
 from typing import Literal
 
+from peers.frames import BULK_PRIORITY, Kind, Priority
+from peers.shaper import Shaper
+from peers.shaping import Flow
+
 Direction = Literal["up", "down"]
 RATE_WINDOW_S = 10.0
 
+FRAME_OVERHEAD_BYTES = 110
+"""What a control frame costs on the wire beside its bytes: a packet, noise and yamux."""
+
 
 class Traffic:
-    """Counters every link writes into. One instance per peer; used from its communication loop only."""
+    """Counters and shapers of one peer; used from its communication loop only.
 
-    def __init__(self) -> None:
+    max_upload_mbps, max_download_mbps: the volunteer's caps in Mbit/s at the interface, None for no cap.
+    """
+
+    def __init__(self, max_upload_mbps: float | None = None, max_download_mbps: float | None = None) -> None:
+        self.upload, self.download = Shaper(max_upload_mbps), Shaper(max_download_mbps)
         self.bytes: defaultdict[tuple[Direction, str, int], int] = defaultdict(int)
         self.frames: defaultdict[tuple[Direction, str], int] = defaultdict(int)
         self.refused: defaultdict[str, int] = defaultdict(int)
         self._totals: dict[Direction, int] = {"up": 0, "down": 0}
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def count(self, direction: Direction, kind: str, stage: int, nbytes: int) -> None:
-        """Count one frame (header and payload) exchanged with a neighbour of `stage`."""
+    def lane(self, direction: Direction, stage: int, *, is_bulk: bool) -> Lane:
+        """A stream's way in or out. stage: of the neighbour; is_bulk: whether its bytes wait for their turn."""
+        return Lane(self, direction, stage, is_bulk=is_bulk)
+
+    def shaper(self, direction: Direction) -> Shaper:
+        """The direction's shaper."""
+        return self.upload if direction == "up" else self.download
+
+    def count(self, direction: Direction, kind: str, stage: int, nbytes: int, frames: int = 1) -> None:
+        """Count bytes of frames (headers and payloads) exchanged with a neighbour of `stage`."""
         self.bytes[direction, kind, stage] += nbytes
-        self.frames[direction, kind] += 1
+        self.frames[direction, kind] += frames
         self._totals[direction] += nbytes
 
     def refuse(self, reason: str) -> None:
@@ -45,3 +68,38 @@ class Traffic:
         then, up, down = self._history[0]
         span = max(now - then, 1e-3)
         return (self._totals["up"] - up) * 8e-6 / span, (self._totals["down"] - down) * 8e-6 / span
+
+
+class Lane:
+    """One stream's way through one direction's shaper. Made by `Traffic.lane`.
+
+    A bulk lane waits with the priority of the frame's kind; a kind that is no bulk waits behind everything, so
+    that nobody gets past the cap by what they call a frame. Any other lane is charged and never waits.
+    """
+
+    def __init__(self, traffic: Traffic, direction: Direction, stage: int, *, is_bulk: bool) -> None:
+        self._traffic, self._direction, self._stage = traffic, direction, stage
+        self._shaper = traffic.shaper(direction)
+        self._flow = Flow() if is_bulk else None
+        self.piece_bytes = self._shaper.piece_bytes
+        """Largest piece that should pass at once."""
+
+    async def passes(self, kind: Kind, nbytes: int) -> bool:
+        """A piece of a frame passes: wait for its turn, and count it; returns whether it had to wait."""
+        has_waited = False
+        if self._flow is None:
+            self._shaper.charge(nbytes)
+        else:
+            has_waited = await self._shaper.take(self._flow, BULK_PRIORITY.get(kind, Priority.STATE), nbytes)
+        self._traffic.count(self._direction, kind, self._stage, nbytes, frames=0)
+        return has_waited
+
+    def has_passed(self, kind: Kind) -> None:
+        """The last piece of a frame has passed: count the frame."""
+        self._traffic.count(self._direction, kind, self._stage, 0)
+        self._shaper.charge(FRAME_OVERHEAD_BYTES if self._flow is None else 0)
+
+    def promote(self, priority: int) -> None:
+        """Something of this priority waits behind what passes here now: let that have it too."""
+        if self._flow is not None:
+            self._shaper.promote(self._flow, priority)

@@ -9,36 +9,34 @@ the next step, so that when a neighbour dies only the dead peer's own stage work
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from peers.limits import LIMITS
 from peers.routing import Router
 from peers.work_items import (
     Action,
-    AskHolders,
     Backward,
     ClearAccumulator,
     Entry,
     Forward,
-    GiveUp,
+    KeyLost,
     LedgerGrew,
     Phase,
     Reply,
-    SendForward,
     SendGradient,
-    SlotDone,
 )
+from peers.work_onward import Onward
+from peers.work_slots import Slots
+from peers.work_store import Store
 from swarm.plan import MicrobatchKey, Plan
-
-MAX_TRIES = 3
-"""Payloads of a microbatch that could not be decoded before the run counts as diverged."""
 
 
 class WorkCore:
     """Microbatches of one stage peer, for the step being worked on and the one before.
 
     version: the step whose gradients are being accumulated (its weights are what forwards use).
+    is_fenced: whether this peer takes no more work of the current plan.
     """
 
     def __init__(self, *, is_last: bool, router: Router[MicrobatchKey], source_window: int) -> None:
@@ -46,53 +44,69 @@ class WorkCore:
         self.plan: Plan | None = None
         self.router = router
         self.counters: Counter[str] = Counter()
+        self.is_fenced = False
         self._plan_hash = ""
         self._keys: frozenset[MicrobatchKey] = frozenset()
         self._is_last = is_last
         self._source_window = source_window
-        self._entries: dict[MicrobatchKey, Entry] = {}
-        self._early: OrderedDict[MicrobatchKey, tuple[str, Any, Any, bool]] = OrderedDict()
-        self._pending: OrderedDict[MicrobatchKey, tuple[Any, bool]] = OrderedDict()
-        self._own_slots: dict[int, set[MicrobatchKey]] = {}
-        self._frozen = False
+        self._store = Store()
+        self._slots = Slots(self._store)
+        self._onward = Onward(self._store, router, self.counters, self._lose)
+        self._early: OrderedDict[MicrobatchKey, Entry] = OrderedDict()
+        self._is_frozen = self._is_sealed = self._is_suspended = False
 
     # -- what others may ask ---------------------------------------------------------------------------
 
     @property
-    def ledger(self) -> dict[MicrobatchKey, int]:
-        """Keys of the current step in the accumulator, with their loss tokens."""
-        return {
-            key: entry.loss_tokens
-            for key, entry in self._entries.items()
-            if key.plan == self._plan_hash and entry.phase is Phase.DONE
-        }
+    def ledger(self) -> Mapping[MicrobatchKey, int]:
+        """Keys of the current step in the accumulator, with their loss tokens: a view, not a copy."""
+        return self._store.ledger
+
+    @property
+    def lost(self) -> frozenset[MicrobatchKey]:
+        """Keys of the current step that came here and whose gradient nobody can give any more."""
+        return frozenset(self._store.lost)
 
     @property
     def in_flight(self) -> int:
-        """Microbatches accepted and not yet in the ledger."""
-        return sum(1 for entry in self._entries.values() if entry.phase is not Phase.DONE)
+        """Microbatches accepted, and neither in the ledger nor lost."""
+        return self._store.in_flight
 
     @property
     def is_settled(self) -> bool:
-        """Whether every microbatch of the current plan that came here is in the ledger."""
-        current = (e for k, e in self._entries.items() if k.plan == self._plan_hash)
-        return not self._pending and all(e.phase is Phase.DONE for e in current)
+        """Whether every microbatch of the current plan that came here is in the ledger or lost."""
+        return not self._slots.has_pending and self._store.is_settled()
 
     @property
     def loss(self) -> tuple[float, int]:
         """Sum of token losses and loss tokens of the current ledger."""
-        done = [self._entries[key] for key in self.ledger]
-        return sum(entry.loss_sum for entry in done), sum(entry.loss_tokens for entry in done)
+        return self._store.loss_sum, self._store.loss_tokens
 
     def entry(self, key: MicrobatchKey) -> Entry | None:
         """What this peer knows of a key."""
-        return self._entries.get(key)
+        return self._store.entries.get(key)
 
     def holds(self, key: MicrobatchKey) -> bool:
-        """Whether this peer has accepted the key, in flight or done."""
-        return key in self._entries or key in self._early
+        """Whether this peer has accepted the key, in flight or done, and has not given it up."""
+        entry = self._store.entries.get(key)
+        return key in self._early or (entry is not None and entry.phase is not Phase.LOST)
+
+    def kept(self, keys: Iterable[MicrobatchKey]) -> list[MicrobatchKey]:
+        """Those of these keys that this peer can still send on."""
+        return [key for key in keys if self.holds(key)]
 
     # -- plans and steps -------------------------------------------------------------------------------
+
+    def begin(self, version: int) -> list[Action]:
+        """Start afresh at a step: everything is dropped, and whoever sent it looks elsewhere."""
+        actions = self._drop_everything()
+        self.version, self._is_suspended = version, False
+        return actions
+
+    def suspend(self) -> list[Action]:
+        """Take no work until `begin`: everything is dropped, and whoever sent it looks elsewhere."""
+        self._is_suspended = True
+        return self._drop_everything()
 
     def on_plan(self, plan: Plan, now: float) -> list[Action]:
         """The plan of the current step is known, or replaced by one of a later attempt.
@@ -100,30 +114,29 @@ class WorkCore:
         Work under an earlier attempt is dropped and counted.
         """
         digest = plan.digest()
-        if plan.step != self.version or digest == self._plan_hash:
+        if plan.step != self.version or digest == self._plan_hash or self._is_suspended:
             return []
         if self.plan is not None and plan.attempt <= self.plan.attempt:
             self.counters["stale_plan"] += 1
             return []
         actions: list[Action] = [ClearAccumulator()] if self.plan is not None else []
-        for key in [k for k in self._entries if k.step == plan.step]:
-            self._drop(key)
-        self._pending.clear()
-        self._own_slots.clear()
-        self.plan, self._plan_hash, self._keys = plan, digest, frozenset(plan.keys())
+        dropped = self._drop([key for key in self._store.entries if key.step == plan.step])
+        self.counters["dropped"] += len(dropped)
+        self._turn(plan)
         return actions + self._release_early(now)
 
     def on_commit(self, step: int, now: float) -> list[Action]:
         """The round of `step` is committed and applied: the next step begins, the one before is forgotten."""
-        if step != self.version:
+        if step != self.version or self._is_suspended:
             return []
+        actions = self.seal(step)
+        self._drop(self._store.keys(before_step=step))
+        self.router.lift_fences(keep=self._plan_hash)
         self.version = step + 1
-        self.plan, self._plan_hash, self._keys, self._frozen = None, "", frozenset(), False
-        self._pending.clear()
-        self._own_slots.clear()
-        for key in [k for k in self._entries if k.step < step]:
-            self._drop(key, is_loss=False)
-        return self._refuse_committed()
+        self._turn(None)
+        # Held-back keys of steps that are committed: their senders must not wait for them.
+        late = [self._early.pop(key) for key in list(self._early) if key.step < self.version]
+        return [*actions, *_refuse(late, "committed")]
 
     def seal(self, step: int) -> list[Action]:
         """The round of `step` is decided: nothing of it may reach the accumulator any more.
@@ -132,53 +145,65 @@ class WorkCore:
         """
         if step != self.version:
             return []
-        self._frozen = True
-        self._pending.clear()
-        actions: list[Action] = []
-        for key, entry in list(self._entries.items()):
-            if key.step == step and entry.phase is not Phase.DONE:
-                self._drop(key)
-                if entry.upstream is not None:
-                    actions.append(Reply(entry.upstream, "refused", key, "committed"))
-        return actions
+        self._is_frozen = self._is_sealed = True
+        self._slots.stop()
+        dropped = self._drop(self._store.open_of_step(step))
+        self.counters["dropped"] += len(dropped)
+        return _refuse(dropped, "committed")
 
     def freeze(self, is_frozen: bool, now: float) -> list[Action]:
         """Hold new keys of the current step back while a group averages; release them if it failed."""
-        self._frozen = is_frozen
+        self._is_frozen = is_frozen
         return [] if is_frozen else self._release_early(now)
+
+    def fence(self, plan: str, now: float) -> list[Action]:
+        """This peer is fenced: its ledger under the current plan is void, and it takes no more work of it.
+
+        Nothing happens under another plan, or once the round is decided.
+        """
+        if plan != self._plan_hash or not plan or self.is_fenced or self._is_sealed:
+            return []
+        self.is_fenced = True
+        dropped = self._drop(self._store.keys(of_plan=plan))
+        self.counters["fenced"] += len(dropped)
+        self._slots.clear()
+        self._store.turn(plan)
+        held_back = [self._early.pop(key) for key in list(self._early) if key.plan == plan]
+        return [ClearAccumulator(), *_refuse(dropped + held_back, "fenced")]
 
     def assign(
         self, slot: int, works: Iterable[tuple[MicrobatchKey, Any]], is_replay: bool, now: float
     ) -> list[Action]:
         """This source runs a slot of the plan. Its microbatches start as the window allows."""
-        keys = dict(works)
-        self._own_slots[slot] = set(keys)
-        for key, work in keys.items():
-            if key not in self._entries:
-                self._pending[key] = (work, is_replay)
-        return self._start_pending() + self._slot_progress(slot)
+        if self.is_fenced or self._is_suspended or self._is_sealed:
+            return []
+        ended = self._slots.assign(slot, works, is_replay)
+        return [*self._start_pending(), *ended]
 
-    # -- events ------------------------------------------------------------------------------------------
+    # -- events of the previous stage and of the compute thread --------------------------------------------
 
     def on_forward(
         self, peer: str, key: MicrobatchKey, work: Any, payload: Any, is_replay: bool, now: float
     ) -> list[Action]:
         """A FORWARD of the previous stage, whose plan is known."""
-        known = self._entries.get(key)
+        known = self._store.entries.get(key)
         if known is not None:
-            known.upstream = peer
-            self.counters["repeated_forward"] += 1
-            if known.phase is Phase.DONE and known.gradient is not None:
-                return [SendGradient(peer, known)]
-            return [Reply(peer, "accepted", key)]
+            return self._on_repeat(peer, known)
+        if self._is_suspended:
+            return [Reply(peer, "refused", key, "resync")]
         if key.step < self.version:
             self.counters["late_forward"] += 1
             return [Reply(peer, "refused", key, "committed")]
-        if key.step > self.version or self._frozen:
-            if len(self._early) >= LIMITS.early_frames and key not in self._early:
+        if self.is_fenced and key.step == self.version:
+            return [Reply(peer, "refused", key, "fenced" if key.plan == self._plan_hash else "plan")]
+        if key.step > self.version or self._is_frozen:
+            if (waiting := self._early.get(key)) is not None:
+                waiting.add_upstream(peer)
+                return [Reply(peer, "accepted", key)]
+            if len(self._early) >= LIMITS.early_frames:
                 self.counters["busy"] += 1
                 return [Reply(peer, "busy", key)]
-            self._early[key] = (peer, work, payload, is_replay)
+            self._early[key] = Entry(key, peer, work, incoming=payload, is_replay=is_replay)
             return [Reply(peer, "accepted", key)]
         if key not in self._keys:
             self.counters["foreign_key"] += 1
@@ -186,28 +211,55 @@ class WorkCore:
         if self.in_flight >= LIMITS.in_flight:
             self.counters["busy"] += 1
             return [Reply(peer, "busy", key)]
-        entry = Entry(key, peer, work, incoming=payload, is_replay=is_replay)
-        self._entries[key] = entry
-        self.counters["replayed"] += is_replay
-        return [Reply(peer, "accepted", key), Forward(entry)]
+        return self._take(Entry(key, peer, work, incoming=payload, is_replay=is_replay))
 
     def on_forward_done(self, entry: Entry, outgoing: Any, now: float) -> list[Action]:
         """The compute thread has the coded forward output."""
-        if self._entries.get(entry.key) is not entry:
+        if not self._store.is_known(entry):
             return []
         entry.outgoing, entry.incoming = outgoing, None
-        entry.phase, entry.needs_route = Phase.OUT, True
+        entry.phase = Phase.OUT
+        self._onward.want(entry)
         return self.route(now)
+
+    def on_backward_done(
+        self, entry: Entry, gradient: Any, loss: tuple[float, int] | None, now: float
+    ) -> list[Action]:
+        """The compute thread has added the microbatch to the accumulator. loss: the last stage's own."""
+        if not self._store.is_known(entry):
+            return []
+        if loss is not None:
+            entry.loss_sum, entry.loss_tokens = loss
+        entry.gradient, entry.returned, entry.incoming = gradient, None, None
+        self._store.finish(entry)
+        self.counters["done"] += 1
+        actions: list[Action] = [LedgerGrew(entry.key)]
+        if entry.upstream is not None:
+            return actions + [SendGradient(peer, entry) for peer in entry.upstreams]
+        return [*actions, *self._slots.settle(entry.key), *self._start_pending()]
+
+    def on_unreadable(self, entry: Entry, now: float) -> list[Action]:
+        """The compute thread could not decode what came for this entry: its sender is asked for another."""
+        if not self._store.is_known(entry):
+            return []
+        self.counters["unreadable"] += 1
+        if entry.phase is not Phase.QUEUED:
+            return self._onward.on_unreadable(entry, now)
+        self.counters["dropped"] += len(self._drop([entry.key]))
+        return _refuse([entry], "payload")
+
+    # -- events of the next stage --------------------------------------------------------------------------
 
     def on_gradient(
         self, peer: str, key: MicrobatchKey, payload: Any, loss_sum: float, loss_tokens: int, now: float
     ) -> list[Action]:
-        """A GRADIENT of the next stage."""
-        entry = self._entries.get(key)
+        """A GRADIENT."""
+        entry = self._store.entries.get(key)
         if entry is None or entry.downstream != peer:
             self.counters["unknown_gradient"] += 1
             return []
         self.router.returned(peer, key, now)
+        entry.is_on_way = False
         if entry.phase is not Phase.OUT:
             self.counters["duplicate_gradient"] += 1
             return self.route(now)
@@ -215,167 +267,127 @@ class WorkCore:
         entry.phase = Phase.RETURNED
         return [Backward(entry), *self.route(now)]
 
-    def on_backward_done(
-        self, entry: Entry, gradient: Any, loss: tuple[float, int] | None, now: float
-    ) -> list[Action]:
-        """The compute thread has added the microbatch to the accumulator. loss: the last stage's own."""
-        if self._entries.get(entry.key) is not entry:
-            return []
-        if loss is not None:
-            entry.loss_sum, entry.loss_tokens = loss
-        entry.gradient, entry.returned, entry.incoming = gradient, None, None
-        entry.phase = Phase.DONE
-        self.counters["done"] += 1
-        actions: list[Action] = [LedgerGrew(entry.key)]
-        if entry.upstream is not None:
-            actions.append(SendGradient(entry.upstream, entry))
-        else:
-            actions += self._slot_progress(entry.key.slot) + self._start_pending()
-        return actions
+    def on_accepted(self, peer: str, key: MicrobatchKey) -> None:
+        """See Onward."""
+        self._onward.on_accepted(peer, key)
 
     def on_busy(self, peer: str, key: MicrobatchKey, now: float) -> list[Action]:
-        """The next stage had no room for a key: it looks for a place again."""
-        entry = self._entries.get(key)
-        if entry is None or entry.downstream != peer:
-            return []
-        self.router.busy(peer, key, now, LIMITS.busy_retry_s)
-        entry.downstream, entry.needs_route = None, True
-        return self.route(now)
+        """See Onward."""
+        return self._onward.on_busy(peer, key, now)
 
     def on_refused(self, peer: str, key: MicrobatchKey, reason: str, now: float) -> list[Action]:
-        """The next stage does not want a key: it has committed the step, or knows another plan."""
-        entry = self._entries.get(key)
-        if entry is None or entry.downstream != peer:
-            return []
-        self.counters[f"refused_{reason}" if reason in ("committed", "plan") else "refused_other"] += 1
-        if reason == "committed" or entry.phase is Phase.DONE:
-            self.router.forget(peer, key)
-            return []
-        entry.tries += reason == "payload"
-        if entry.tries > MAX_TRIES:
-            return [GiveUp(key)]
-        self.router.failed(peer, key, now)
-        entry.downstream, entry.needs_route = None, True
-        return self.route(now)
-
-    def on_unreadable(self, entry: Entry, now: float) -> list[Action]:
-        """The compute thread could not decode what came for this entry: its sender is asked for another."""
-        if self._entries.get(entry.key) is not entry:
-            return []
-        self.counters["unreadable"] += 1
-        if entry.phase is Phase.QUEUED:
-            self._drop(entry.key)
-            return [Reply(entry.upstream, "refused", entry.key, "payload")] if entry.upstream else []
-        entry.tries += 1
-        if entry.tries > MAX_TRIES:
-            return [GiveUp(entry.key)]
-        if entry.downstream is not None:
-            self.router.failed(entry.downstream, entry.key, now)
-        entry.phase, entry.returned = Phase.OUT, None
-        entry.downstream, entry.needs_route, entry.is_replay, entry.holders = None, True, True, "unknown"
-        return self.route(now)
-
-    def on_holder(self, entry: Entry, holder: str | None, now: float) -> list[Action]:
-        """The answer to AskHolders: the peer of the next stage that holds the key, if any does."""
-        if self._entries.get(entry.key) is not entry or not entry.needs_route:
-            return []
-        if holder is not None and holder in self.router.peers:
-            entry.holders = "answered"
-            return [self._send(entry, holder, now)]
-        entry.holders = "answered"  # nobody holds it: it goes wherever there is room
-        return self.route(now)
+        """See Onward."""
+        return self._onward.on_refused(peer, key, reason, now)
 
     def on_peer_up(self, peer: str, now: float) -> list[Action]:
-        """A link to a peer of the next stage is up (again): what it owes is repeated."""
-        self.router.add(peer)
-        # Replays of what this peer has done already are owed too, until they are answered.
-        outstanding = self.router.owed_by(peer)
-        owed = [
-            entry
-            for key, entry in self._entries.items()
-            if entry.downstream == peer and (entry.phase is Phase.OUT or key in outstanding)
-        ]
-        return [self._send(entry, peer, now) for entry in owed] + self.route(now)
+        """See Onward. Called when the peer says READY, again after every break of its link."""
+        return self._onward.on_peer_up(peer, now)
 
     def on_peer_lost(self, peer: str, now: float) -> list[Action]:
-        """A peer of the next stage is gone, its accumulator with it: all that went there goes elsewhere."""
-        self.router.remove(peer)
-        for entry in self._entries.values():
-            if entry.downstream == peer:
-                entry.downstream, entry.needs_route, entry.is_replay, entry.holders = (
-                    None,
-                    True,
-                    True,
-                    "unknown",
-                )
-                self.counters["rerouted"] += 1
-        return self.route(now)
+        """See Onward."""
+        return self._onward.on_peer_lost(peer, now)
+
+    def on_fenced(self, peer: str, plan: str, now: float) -> list[Action]:
+        """See Onward. A plan this peer has nothing of is not remembered."""
+        if plan != self._plan_hash and not self._store.keys(of_plan=plan):
+            return []
+        return self._onward.on_fenced(peer, plan, now)
+
+    def on_missing(self, keys: Iterable[MicrobatchKey], now: float) -> list[Action]:
+        """See Onward."""
+        return self._onward.on_missing(keys, now)
+
+    def askable(self, entry: Entry) -> frozenset[str]:
+        """See Onward."""
+        return self._onward.askable(entry)
+
+    def on_holder(self, entry: Entry, holder: str | None, now: float) -> list[Action]:
+        """See Onward."""
+        return self._onward.on_holder(entry, holder, now)
+
+    def on_holder_unknown(self, entry: Entry, now: float) -> list[Action]:
+        """See Onward."""
+        return self._onward.on_holder_unknown(entry, now)
 
     def route(self, now: float) -> list[Action]:
-        """Send what looks for a peer of the next stage, as far as windows allow. Call on a timer too."""
-        actions: list[Action] = []
-        for entry in self._entries.values():
-            if not entry.needs_route or entry.outgoing is None:
-                continue
-            if entry.is_replay and entry.holders != "answered":
-                if entry.holders == "unknown" and self.router.peers:
-                    entry.holders = "asked"
-                    actions.append(AskHolders(entry))
-                continue
-            peer = self.router.choose(now, is_urgent=entry.is_replay)
-            if peer is None:
-                break
-            actions.append(self._send(entry, peer, now))
-        return actions
+        """See Onward. Call on a timer too."""
+        return self._onward.route(now)
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _send(self, entry: Entry, peer: str, now: float) -> SendForward:
-        entry.downstream, entry.needs_route = peer, False
-        self.router.sent(peer, entry.key, now)
-        return SendForward(peer, entry)
+    def _on_repeat(self, peer: str, known: Entry) -> list[Action]:
+        known.add_upstream(peer)
+        self.counters["repeated_forward"] += 1
+        if known.phase is Phase.LOST:
+            return [Reply(peer, "refused", known.key, "lost")]
+        if known.phase is Phase.DONE and known.gradient is not None:
+            return [SendGradient(peer, known)]
+        return [Reply(peer, "accepted", known.key)]
+
+    def _lose(self, entry: Entry) -> list[Action]:
+        self._store.lose(entry)
+        self.counters["lost"] += 1
+        actions: list[Action] = [KeyLost(entry.key), *_refuse([entry], "lost")]
+        return [*actions, *self._slots.settle(entry.key), *self._start_pending()]
+
+    def _take(self, entry: Entry) -> list[Action]:
+        self._store.add(entry)
+        self.counters["replayed"] += entry.is_replay
+        return [*_answer([entry], "accepted"), Forward(entry)]
 
     def _start_pending(self) -> list[Action]:
         actions: list[Action] = []
-        while self._pending and not self._frozen and self.in_flight < self._source_window:
-            key, (work, is_replay) = self._pending.popitem(last=False)
-            entry = Entry(key, None, work, is_replay=is_replay)
-            self._entries[key] = entry
-            self.counters["replayed"] += is_replay
-            actions.append(Forward(entry))
+        while self._slots.has_pending and not self._is_frozen and self.in_flight < self._source_window:
+            actions += self._take(self._slots.start_next())
         return actions
-
-    def _slot_progress(self, slot: int) -> list[Action]:
-        open_keys = self._own_slots.get(slot)
-        if open_keys is None:
-            return []
-        finished = {k for k in open_keys if k in self._entries and self._entries[k].phase is Phase.DONE}
-        if len(finished) < len(open_keys):
-            return []
-        del self._own_slots[slot]
-        return [SlotDone(slot)]
 
     def _release_early(self, now: float) -> list[Action]:
         actions: list[Action] = []
         if self.plan is None:
             return actions
         for key in [k for k in self._early if k.step <= self.version]:
-            peer, work, payload, is_replay = self._early.pop(key)
-            if key in self._keys:
-                actions += self.on_forward(peer, key, work, payload, is_replay, now)
-            else:
+            entry = self._early.pop(key)
+            if key not in self._keys:
                 self.counters["foreign_key"] += 1
-                actions.append(Reply(peer, "refused", key, "plan"))
+                actions += _refuse([entry], "plan")
+            elif self._is_frozen:
+                self._early[key] = entry
+            elif self.in_flight >= LIMITS.in_flight:
+                self.counters["busy"] += 1
+                actions += _answer([entry], "busy")
+            else:
+                actions += self._take(entry)
         return actions + self._start_pending()
 
-    def _refuse_committed(self) -> list[Action]:
-        """Held-back keys of steps that are committed: their senders must not wait for them."""
-        late = [key for key in self._early if key.step < self.version]
-        return [Reply(self._early.pop(key)[0], "refused", key, "committed") for key in late]
+    def _turn(self, plan: Plan | None) -> None:
+        """From now on this plan is worked on; None: none so far."""
+        self.plan, self._plan_hash = plan, plan.digest() if plan is not None else ""
+        self._keys = frozenset(plan.keys()) if plan is not None else frozenset()
+        self.is_fenced = False
+        if plan is None:
+            self._is_frozen = self._is_sealed = False
+        self._slots.clear()
+        self._store.turn(self._plan_hash)
 
-    def _drop(self, key: MicrobatchKey, is_loss: bool = True) -> None:
-        entry = self._entries.pop(key)
-        entry.is_dropped = True
-        if entry.downstream is not None:
-            self.router.forget(entry.downstream, key)
-        self.counters["dropped"] += is_loss
+    def _drop_everything(self) -> list[Action]:
+        current = [e for e in self._drop(self._store.keys()) if e.key.step >= self.version]
+        self.counters["dropped"] += len(current)
+        actions: list[Action] = [ClearAccumulator(), *_refuse([*current, *self._early.values()], "resync")]
+        self._early.clear()
+        self.router.reset()
+        self._turn(None)
+        return actions
+
+    def _drop(self, keys: Iterable[MicrobatchKey]) -> list[Entry]:
+        dropped = self._store.drop(keys)
+        for entry in dropped:
+            self._onward.forget(entry)
+        return dropped
+
+
+def _answer(entries: Iterable[Entry], kind: str, reason: str = "") -> list[Action]:
+    return [Reply(peer, kind, entry.key, reason) for entry in entries for peer in entry.upstreams]
+
+
+def _refuse(entries: Iterable[Entry], reason: str) -> list[Action]:
+    return _answer(entries, "refused", reason)

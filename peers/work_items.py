@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
@@ -20,11 +20,17 @@ class Phase(Enum):
     """Its gradient is here; the backward is with the compute thread, or waits for it."""
     DONE = "done"
     """In the ledger."""
+    LOST = "lost"
+    """Nobody can give its gradient any more: the next stage has committed the step, and its holder is gone."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One microbatch on this peer. Payloads are opaque here; the shell fills and reads them."""
+    """One microbatch on this peer. Payloads are opaque here; the shell fills and reads them.
+
+    upstream: the peer of the previous stage that sent it, None at its source. also: others that sent it too: each
+    of them waits for its gradient.
+    """
 
     key: MicrobatchKey
     upstream: str | None
@@ -39,12 +45,29 @@ class Entry:
     downstream: str | None = None
     is_replay: bool = False
     needs_route: bool = False
-    holders: Literal["unknown", "asked", "answered"] = "unknown"
+    holders: Literal["unknown", "asked", "denied", "found"] = "unknown"
     """A replay first asks the next stage who holds the key; whatever the answer, it stays a replay below."""
+    ask_after: float = 0.0
+    """Not asked again before this time."""
+    is_doomed: bool = False
+    """The next stage takes it from nobody any more: it is lost unless somebody there holds it."""
+    is_on_way: bool = False
+    """Sent, and neither accepted nor refused so far."""
     tries: int = 0
     """How often what came for it, or what it sent, could not be decoded."""
     is_dropped: bool = False
-    """Its plan was replaced: a job that still waits for the compute thread must not touch the accumulator."""
+    """It is void: a job that still waits for the compute thread must not touch the accumulator."""
+    also: list[str] = field(default_factory=list)
+
+    @property
+    def upstreams(self) -> list[str]:
+        """Everybody of the previous stage who sent it."""
+        return [self.upstream, *self.also] if self.upstream is not None else []
+
+    def add_upstream(self, peer: str) -> None:
+        """Another peer of the previous stage sent it, or the same one again."""
+        if self.upstream is not None and peer not in self.upstreams:
+            self.also.append(peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +132,15 @@ class LedgerGrew:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyLost:
+    """Nobody can give the gradient of this key of the current step: the round commits without it."""
+
+    key: MicrobatchKey
+
+
+@dataclass(frozen=True, slots=True)
 class ClearAccumulator:
-    """The plan was replaced by one of a later attempt: what was accumulated under it is void."""
+    """What was accumulated is void: another plan, a fence, or a new beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +159,7 @@ Action = (
     | AskHolders
     | SlotDone
     | LedgerGrew
+    | KeyLost
     | ClearAccumulator
     | GiveUp
 )

@@ -134,8 +134,23 @@ class StageOptimizer:
                     state[f"{index}.{name}"] = value
         return state
 
+    def state_layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, shapes and dtypes of `state_dict` after a step; before the first one it is empty."""
+        moments = ("exp_avg", "exp_avg_sq") if self._config.name == "adamw" else ("momentum_buffer",)
+        if self._optimizer is None or (self._config.name == "sgd" and not self._config.momentum):
+            return {}
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for index, parameter in enumerate(self._parameters):
+            if self._config.name == "adamw":
+                layout[f"{index}.step"] = ((), torch.float32)
+            layout |= {f"{index}.{name}": (tuple(parameter.shape), torch.float32) for name in moments}
+        return layout
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned. Raises ValueError for a tensor that belongs to no parameter."""
+        """Restore what `state_dict` returned; an empty one is that of an optimizer before its first step.
+
+        Raises ValueError for a tensor that belongs to no parameter; nothing is changed then.
+        """
         if self._optimizer is None:
             return
         restored: dict[int, dict[str, Any]] = {}
@@ -145,6 +160,8 @@ class StageOptimizer:
                 raise ValueError(
                     f"optimizer state {key!r} belongs to none of {len(self._parameters)} parameters"
                 )
-            restored.setdefault(int(index), {})[name] = value.clone()
+            parameter = self._parameters[int(index)]
+            restored.setdefault(int(index), {})[name] = value.to(parameter.device, copy=True)
+        self._optimizer.state.clear()
         for number, values in restored.items():
             self._optimizer.state[self._parameters[number]] = values

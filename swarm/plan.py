@@ -122,6 +122,11 @@ class Plan(BaseModel):
         """Parse `to_bytes`. Raises ValueError on anything else."""
         try:
             step, attempt, group, rows, slots, priors, is_last, keep = msgpack.unpackb(data)
+            # Before pydantic looks: it would describe each of a million bad samples in its message.
+            if len(slots) > MAX_SLOTS or len(priors) > MAX_SLOTS:
+                raise ValueError(f"{len(slots)} slots and {len(priors)} priors, at most {MAX_SLOTS}")
+            if sum(len(samples) for samples in slots) > MAX_SAMPLES_PER_STEP:
+                raise ValueError(f"a step has at most {MAX_SAMPLES_PER_STEP} samples")
             return cls(
                 step=step,
                 attempt=attempt,
@@ -133,7 +138,7 @@ class Plan(BaseModel):
                 keep_snapshot=keep,
             )
         except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-            raise ValueError(f"not a plan: {error}") from error
+            raise ValueError(f"not a plan: {error!s:.300}") from error
 
     def microbatches(self, slot: int) -> list[tuple[int, ...]]:
         """Sample ids of every microbatch of a slot."""

@@ -22,6 +22,9 @@ Examples:
 Ctrl+C hands back the work and leaves; a second Ctrl+C leaves at once.
 """
 
+LEAST_MBPS = 0.5
+"""Below this a round of the smallest model does not end within its deadline."""
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -47,8 +50,16 @@ class PeerOptions(CommandOptions):
     metrics_port: int = 0
     """TCP port of /metrics and /status; 0 takes any free port."""
 
-    join_deadline_s: float = 60.0
-    """Seconds in which one of the initial peers must have answered."""
+    join_deadline_s: float | None = None
+    """Seconds for which initial peers that do not answer (yet) are dialled again; without it, they are dialled
+    once, for at most 15 s."""
+
+    max_upload_mbps: float | None = None
+    """Most this peer sends, in Mbit/s as your network interface counts them; without it, no cap. Give about 90%
+    of what a speed test shows: a line that is never full keeps pings short, here and for everybody else on it."""
+
+    max_download_mbps: float | None = None
+    """Most this peer receives, in Mbit/s; without it, no cap. Its neighbours are told to send no faster."""
 
     quiet: bool = False
     """Print only addresses, errors and the summary."""
@@ -62,7 +73,7 @@ class JoinOptions(PeerOptions):
     """Hold one stage of a run and train."""
 
     stage: str
-    """The stage to hold, counted from 0."""
+    """The stage to hold, counted from 0; `auto` takes the one with the fewest peers."""
 
     run: str | None = None
     """Id of the run; without it, the run of the initial peer that answers."""
@@ -95,16 +106,17 @@ class JoinOptions(PeerOptions):
     """File for one JSON line per microbatch that enters an accumulator (tests)."""
 
 
-def parse_stage(text: str) -> int:
-    """The stage of --stage. Raises UserError for ranges, `auto` and anything that is no count."""
-    if text == "auto" or re.fullmatch(r"\d+-\d+", text):
-        what = "chosen automatically" if text == "auto" else "held as a range"
+def parse_stage(text: str) -> int | Literal["auto"]:
+    """The stage of --stage. Raises UserError for ranges and anything that is no count."""
+    if text == "auto":
+        return "auto"
+    if re.fullmatch(r"\d+-\d+", text):
         raise UserError(
-            f"--stage {text}: a stage cannot be {what} yet: give one number, the stage with the fewest peers in "
-            f"`swarm-peer status`"
+            f"--stage {text}: a stage peer holds one stage: give one number, or `auto` for the stage with the "
+            f"fewest peers"
         )
     if not re.fullmatch(r"\d{1,4}", text):
-        raise UserError(f"--stage {text!r} is no stage: give a number counted from 0")
+        raise UserError(f"--stage {text!r} is no stage: give a number counted from 0, or `auto`")
     return int(text)
 
 
@@ -143,6 +155,8 @@ def peer_config(options: JoinOptions) -> PeerConfig:
         compute=ComputeMode.parse(options.compute),
         serve_after_s=options.serve_after_s,
         join_deadline_s=options.join_deadline_s,
+        max_upload_mbps=options.max_upload_mbps,
+        max_download_mbps=options.max_download_mbps,
         trace_ledger=expanded(options.trace_ledger),
         is_quiet=options.quiet,
     )
@@ -152,10 +166,21 @@ def check_common(options: PeerOptions) -> None:
     """Raise UserError for values that seed and join refuse alike."""
     if not 0 <= options.metrics_port <= 65_535:
         raise UserError(f"--metrics-port {options.metrics_port} is no TCP port: 0 to 65535")
-    if options.join_deadline_s <= 0:
+    if options.join_deadline_s is not None and options.join_deadline_s <= 0:
         raise UserError(f"--join-deadline-s {options.join_deadline_s}: must be positive")
     if not options.listen:
         raise UserError("--listen is empty: give at least one multiaddr, such as /ip4/0.0.0.0/tcp/0")
+    check_caps(options.max_upload_mbps, options.max_download_mbps)
+
+
+def check_caps(max_upload_mbps: float | None, max_download_mbps: float | None) -> None:
+    """Raise UserError for a cap under which no peer can take part."""
+    for name, mbps in (("upload", max_upload_mbps), ("download", max_download_mbps)):
+        if mbps is not None and not LEAST_MBPS <= mbps < float("inf"):
+            raise UserError(
+                f"--max-{name}-mbps {mbps:g}: at least {LEAST_MBPS:g} Mbit/s are needed to keep up with a swarm; give "
+                f"more, or leave the option out for no cap"
+            )
 
 
 def expanded(path: Path | None) -> Path | None:

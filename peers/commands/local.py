@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from peers.commands.init import RunOptions, check_sources, check_target, create_run
+from peers.commands.join import check_caps
 from peers.config import UserError
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class LocalOptions(RunOptions):
     peer_threads: int | None = None
     """Torch threads of each peer; without it, cores shared out among the peers, at least 1."""
 
+    max_upload_mbps: float | None = None
+    """Most each peer sends, in Mbit/s; without it, no cap. Shows how a run would do over lines like yours."""
+
+    max_download_mbps: float | None = None
+    """Most each peer receives, in Mbit/s; without it, no cap."""
+
     fresh: bool = False
     """Delete what an earlier local run left in RUN_DIR (peers/ and checkpoint/)."""
 
@@ -86,6 +93,7 @@ def check_options(options: LocalOptions) -> None:
         raise UserError(f"--replicas {options.replicas}: at least 1 is needed")
     if options.peer_threads is not None and options.peer_threads < 1:
         raise UserError(f"--peer-threads {options.peer_threads}: at least 1 is needed")
+    check_caps(options.max_upload_mbps, options.max_download_mbps)
     if options.eval_samples < 0:
         raise UserError(f"--eval-samples {options.eval_samples}: must not be negative")
     if not (run_dir / "manifest.yaml").exists():
@@ -195,6 +203,7 @@ def _run(options: LocalOptions, zygote: Zygote) -> int:
     replicas = max(options.replicas, manifest.min_replicas)
     threads = options.peer_threads or max(1, (os.cpu_count() or 1) // (replicas * manifest.model.stages))
     swarm = LocalSwarm(zygote, run_dir, manifest.model.stages, manifest.total_steps)
+    swarm.caps_mbps = (options.max_upload_mbps, options.max_download_mbps)
     with SwarmTable(console, manifest) as table:
         outcome = _train(swarm, manifest, replicas, threads, table, seconds)
     if outcome.was_interrupted:

@@ -55,6 +55,8 @@ def peer_config(options: SeedOptions) -> PeerConfig:
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
         join_deadline_s=options.join_deadline_s,
+        max_upload_mbps=options.max_upload_mbps,
+        max_download_mbps=options.max_download_mbps,
         is_quiet=options.quiet,
     )
 

@@ -52,7 +52,10 @@ def own_daemons() -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_left_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    tmp_path_factory.getbasetemp()  # made before the folder for temporary files is another
     with tempfile.TemporaryDirectory(prefix="sp-") as directory:  # short: it will hold sockets
         monkeypatch.setenv("TMPDIR", directory)
         monkeypatch.setattr("tempfile.tempdir", directory)

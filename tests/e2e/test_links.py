@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ import uvloop
 from hivemind.p2p import P2P, PeerID
 
 from dht.dial import connect_peer
-from dht.host import start_host, stop_host, visible_addresses
+from dht.host import host_died, start_host, stop_host, visible_addresses
+from dht.identity import Identity
+from dht.revive import revive_host
 from peers.frames import PREFIX, Frame, FrameError, Kind
 from peers.limits import LIMITS, PROTOCOL_VERSION
 from peers.link import Hello, Link, Stream, read_frame, write_frame
@@ -38,15 +41,24 @@ class Node:
         self.traffic = Traffic()
         self.frames: list[tuple[str, Frame]] = []
         self.ups: list[str] = []
+        self.events: list[tuple[str, str]] = []
         self.losses: list[tuple[str, str]] = []
         self.links = Links(
             p2p,
             Hello(RUN, stage, 1),
             self.traffic,
             on_frame=self._on_frame,
-            on_up=lambda link: self.ups.append(link.peer),
-            on_lost=lambda peer, reason: self.losses.append((peer, reason)),
+            on_up=self._on_up,
+            on_lost=self._on_lost,
         )
+
+    def _on_up(self, link: Link) -> None:
+        self.ups.append(link.peer)
+        self.events.append(("up", link.peer))
+
+    def _on_lost(self, peer: str, reason: str) -> None:
+        self.losses.append((peer, reason))
+        self.events.append(("lost", peer))
 
     @classmethod
     async def start(cls, stage: int) -> Node:
@@ -139,6 +151,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         children = own_children()
         assert [child for child in children if child.status() != psutil.STATUS_ZOMBIE] == []
         assert list(Path(directory).iterdir()) == []
+
+
+@pytest.fixture(autouse=True)
+def forgiven(world: World) -> Iterator[None]:
+    """The stranger of every test is the same peer: what it did in one is no matter of the next."""
+    yield
+    world.victim.links._banned.clear()
+    world.victim.links._offences._times.clear()
+
+
+def fresh_peer_id() -> str:
+    identity = Identity.load_or_create(None)
+    identity.close()
+    return identity.peer_id
 
 
 async def until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
@@ -260,6 +286,8 @@ def test_malformed_frame_ends_its_link_and_no_other(
         assert all([await ended(stream) for stream in streams])
         assert world.victim.traffic.refused[reason] == before + 1
         assert world.victim.link(world.friend).is_open
+        with pytest.raises(AssertionError):
+            await world.link()  # it is avoided for a while
 
     world.run(scenario())
 
@@ -281,7 +309,6 @@ def test_repeated_offences_drop_the_link(world: World) -> None:
         assert "frames the protocol does not allow" in link.closed.result()
         with pytest.raises(AssertionError):
             await world.link()  # it is avoided for a while
-        world.victim.links._banned.clear()
 
     world.run(scenario())
 
@@ -324,6 +351,154 @@ def test_link_that_breaks_while_the_peer_lives_comes_back_without_a_loss(world: 
             assert len(victim.losses) + len(friend.losses) == losses
             breaker.link(other).post(Kind.ACCEPTED, {"after": "break"})
             await until(lambda o=other: o.got(Kind.ACCEPTED))
+
+    world.run(scenario())
+
+
+async def start_anew(node: Node, incarnation: int, stage: int | None = None) -> Node:
+    """What another start of the same identity does, with the daemon of the first."""
+    again = Node(node.p2p, node.addresses, node.stage if stage is None else stage)
+    again.links.hello = Hello(RUN, again.stage, incarnation)
+    await node.p2p.remove_binary_stream_handler(HANDLER)
+    await again.links.start()
+    return again
+
+
+@pytest.mark.parametrize("side", ["that dials us", "that we dial"])
+def test_neighbour_that_started_anew_is_lost_first_and_then_up(world: World, side: str) -> None:
+    async def scenario() -> None:
+        watcher = world.friend if side == "that dials us" else world.victim
+        first = await Node.start(1 - watcher.stage)
+        me = first.links.me
+        for node, other in ((first, watcher), (watcher, first)):
+            node.want(other)
+        await until(lambda: first.ups and me in watcher.ups)
+        events = len(watcher.events)
+        again = await start_anew(first, 2)
+        if side == "that dials us":
+            again.want(watcher)
+        else:  # what its record says is enough to know that the link's other end is dead
+            watcher.links.want(me, again.stage, again.addresses, 2)
+            await until(lambda: (me, "started anew") in watcher.losses)
+            watcher.links.want(me, again.stage, again.addresses, 2)
+        await until(lambda: again.ups)
+        await until(lambda: len(watcher.events) >= events + 2)
+        assert [e for e in watcher.events[events:] if e[1] == me] == [("lost", me), ("up", me)]
+        assert watcher.link(again).hello.incarnation == 2
+
+        # The earlier start is refused from now on, and its record does not bring it back.
+        await first.links.close()
+        late = await start_anew(first, 1)
+        late.want(watcher)
+        watcher.links.want(me, late.stage, late.addresses, 1)
+        await asyncio.sleep(1.0)
+        assert watcher.link(again).hello.incarnation == 2 and not late.ups
+        if side == "that dials us":
+            assert [reason for peer, reason in late.losses] == ["superseded"]
+        watcher.links.neighbours[me].heard -= LIMITS.incarnation_kept_s
+        assert not watcher.links.neighbours[me].is_superseded(1)  # its counter may have been lost
+        for node in (late, again):
+            await node.links.close()
+        await first.close()
+
+    world.run(scenario())
+
+
+def test_neighbour_that_started_anew_may_hold_another_stage(world: World) -> None:
+    async def scenario() -> None:
+        first = await Node.start(0)
+        me = first.links.me
+        first.want(world.friend)
+        await until(lambda: first.ups)
+        again = await start_anew(first, 2, stage=2)
+        again.links.want(world.friend.links.me, 1, world.friend.addresses)
+        world.friend.links.want(me, 2, again.addresses, 2)
+        await until(lambda: (me, "started anew") in world.friend.losses)
+        world.friend.links.want(me, 2, again.addresses, 2)
+        await until(lambda: again.ups)
+        assert world.friend.link(again).hello.stage == 2
+        await again.links.close()
+        await first.close()
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize("side", ["that dials", "that is dialled"])
+def test_links_come_back_when_the_own_daemon_was_killed_and_revived(world: World, side: str) -> None:
+    """A neighbour may report a loss, and then an up; the peer whose daemon died has lost nobody."""
+
+    async def scenario() -> None:
+        victim, friend = world.victim, world.friend
+        dying, other = (victim, friend) if side == "that dials" else (friend, victim)
+        ups, seen = len(dying.ups), len(other.events)
+        losses = [peer for peer, _ in dying.losses].count(other.links.me)
+        os.kill(dying.p2p._child.pid, signal.SIGKILL)
+        await host_died(dying.p2p)
+        await asyncio.sleep(LIMITS.reconnect_s + 1)  # longer than a neighbour's silence would be borne
+        await revive_host(dying.p2p)
+        await until(lambda: len(dying.ups) > ups and dying.links.get(other.links.me))
+        assert [peer for peer, _ in dying.losses].count(other.links.me) == losses
+        await until(lambda: other.links.get(dying.links.me))
+        me = dying.links.me
+        assert [e for e in other.events[seen:] if e[1] == me] in ([("up", me)], [("lost", me), ("up", me)])
+        dying.link(other).post(Kind.BUSY, {"after": "revival"})
+        await until(lambda: other.got(Kind.BUSY))
+
+    world.run(scenario())
+
+
+def test_peer_that_does_not_answer_is_dialled_less_and_less_until_it_calls(world: World) -> None:
+    async def scenario() -> None:
+        absent = await Node.start(1)
+        me = absent.links.me
+        absent.want(world.victim)
+        world.victim.want(absent)
+        await until(lambda: absent.ups)
+        os.kill(absent.p2p._child.pid, signal.SIGKILL)
+        await host_died(absent.p2p)
+        breaker = world.victim.links.neighbours[me].breaker
+        lost = sum(peer == me for peer, _ in world.victim.losses)
+        for failures in (1, 2, 3):
+            await until(lambda n=failures: breaker.failures == n)
+            for _ in range(5):
+                world.victim.want(absent)  # on every tick of the session
+            assert world.victim.links.neighbours[me].is_idle
+            breaker.until = 0.0
+            world.victim.want(absent)
+        await until(lambda: world.victim.links.neighbours[me].is_idle)
+        assert sum(peer == me for peer, _ in world.victim.losses) == lost + 4
+        await revive_host(absent.p2p)
+        await absent.links.probe(world.victim.links.me)
+        await until(lambda: len(absent.ups) == 2)
+        assert breaker.failures == 0
+        await absent.close()
+
+    world.run(scenario())
+
+
+def test_address_that_does_not_answer_is_no_proof_that_its_peer_has_ended(world: World) -> None:
+    """An unplugged machine, or a firewall: one of its addresses refuses, another is silent."""
+
+    async def scenario() -> None:
+        refusing = "/ip4/127.0.0.1/tcp/1"
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(0)
+            callers = [socket.socket() for _ in range(4)]  # its queue is full: it does not answer any more
+            for caller in callers:
+                caller.setblocking(False)
+                caller.connect_ex(silent.getsockname())
+            mute = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"
+            for addresses, liveness in (
+                ([refusing], Liveness.GONE),
+                ([refusing, mute], Liveness.UNKNOWN),
+                ([], Liveness.UNKNOWN),
+            ):
+                peer = fresh_peer_id()
+                world.friend.links.want(peer, 0, addresses)  # not our part to dial
+                assert await world.friend.links.probe(peer) is liveness, addresses
+            for caller in callers:
+                caller.close()
 
     world.run(scenario())
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from peers.config import ComputeMode, PeerConfig
+from tests.kit.ledger import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -124,6 +125,11 @@ class Member:
         return int(status.get("step") or 0)
 
     @property
+    def is_finished(self) -> bool:
+        """Whether it has applied, and kept, the run's last step."""
+        return bool((self.last("summary") or self.last("status") or {}).get("is_finished"))
+
+    @property
     def log(self) -> str:
         """Its log so far."""
         path = self.folder / "log.txt"
@@ -131,15 +137,16 @@ class Member:
 
     def ledger(self) -> list[dict[str, Any]]:
         """Its committed ledger."""
-        path = self.folder / "ledger.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_lines(self.folder / "ledger.jsonl")
 
 
 class Swarm:
     """Peers of one run."""
 
-    def __init__(self, host: Host, folder: Path) -> None:
+    def __init__(self, host: Host, folder: Path, run_dir: Path | None = None) -> None:
+        """run_dir: a run made before, which this swarm's peers read; without it, `make_run` makes one."""
         self.host, self.folder = host, folder
+        self.run_dir = run_dir if run_dir is not None else folder / "run"
         self.members: dict[str, Member] = {}
         self.address = ""
 
@@ -149,11 +156,11 @@ class Swarm:
         pid = self.host.spawn({"what": "run", "folder": str(self.folder), "options": options}, log)
         wait_for(lambda: self.host.code(pid) is not None, deadline_s, "the run to be made")
         assert self.host.code(pid) == 0, log.read_text()
-        return self.folder / "run"
+        return self.run_dir
 
     def seed(self) -> Member:
         """Start the seed; its address is `address`."""
-        member = self.start("seed", PeerConfig(stage=None, run_dir=self.folder / "run", listen=LOOPBACK))
+        member = self.start("seed", PeerConfig(stage=None, run_dir=self.run_dir, listen=LOOPBACK))
         wait_for(lambda: member.last("ready") is not None, 60.0, "the seed", self)
         self.address = member.last("ready")["addresses"][0]
         return member
@@ -202,6 +209,21 @@ class Swarm:
             lambda: all(self.code(name) is not None for name in names), deadline_s, "the run to end", self
         )
         return {name: self.code(name) for name in names}
+
+    def wait_finished(self, names: list[str], deadline_s: float) -> None:
+        """Wait until each of these has finished the run or has ended."""
+
+        def is_over() -> bool:
+            return all(self.members[name].is_finished or self.code(name) is not None for name in names)
+
+        wait_for(is_over, deadline_s, "the run to be finished", self)
+
+    def kill_all(self) -> None:
+        """kill -9 to everybody who still runs: for swarms whose end is not what is tested."""
+        for name in self.members:
+            if self.code(name) is None:
+                self.kill(name)
+        wait_for(lambda: all(self.code(name) is not None for name in self.members), 15.0, "the killed to end")
 
     def report(self) -> str:
         """What every member said last, for a failing test."""

@@ -68,13 +68,16 @@ def tiny_config(family: str, layers: int, hidden: int, vocabulary: int) -> Any:
 
 
 def make_run(folder: Path, options: dict[str, Any]) -> Any:
-    """A tiny run in `folder / "run"`. options: fields of RunOptions, and family, layers, hidden for the model."""
+    """A tiny run in `folder / "run"`. options: fields of RunOptions, and family, layers, hidden for the model.
+
+    With a model among the options that one is used, whatever its size.
+    """
     from peers.commands.init import RunOptions, create_run
 
     chosen = dict(options)
     shape = {name: chosen.pop(name) for name in ("family", "layers", "hidden") if name in chosen}
     texts = write_texts(folder / "texts")
-    model = write_model(folder / "model", texts, **shape)
+    model = chosen.get("model") or write_model(folder / "model", texts, **shape)
     defaults = {
         "model": str(model),
         "data": str(texts),

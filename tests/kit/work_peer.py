@@ -6,11 +6,13 @@ Network and compute are simulated; the stages around it are `tests.kit.pipeline.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from peers import work
+from peers import work_items as items
 from peers.routing import Router
-from peers.work import Entry, WorkCore
+from peers.work import WorkCore
+from peers.work_items import Entry
 from swarm.plan import MicrobatchKey, Plan, Slot
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ MICROBATCHES = 5
 QUERY_S = 2.0
 
 
+@lru_cache(maxsize=64)
 def plan_of(step: int, slots: int) -> Plan:
     samples = [tuple(range(slot * MICROBATCHES, (slot + 1) * MICROBATCHES)) for slot in range(slots)]
     return Plan(
@@ -31,6 +34,11 @@ def plan_of(step: int, slots: int) -> Plan:
         slots=tuple(Slot(number=number, samples=ids) for number, ids in enumerate(samples)),
         prior_versions=(),
     )
+
+
+@lru_cache(maxsize=64)
+def keys_of(step: int, slots: int) -> tuple[MicrobatchKey, ...]:
+    return tuple(plan_of(step, slots).keys())
 
 
 class Peer:
@@ -50,6 +58,10 @@ class Peer:
         self.denied: defaultdict[int, set[str]] = defaultdict(set)
         self.lost: set[str] = set()
         self.computing = 0
+        self.is_member = True
+        """Whether it votes and works; not while it re-synchronises."""
+        self.is_expected = False
+        """Whether a commit says that it votes and works from the next step on."""
 
     @property
     def is_dead(self) -> bool:
@@ -84,32 +96,32 @@ class Peer:
 
     # -- the shell ---------------------------------------------------------------------------------------
 
-    def run(self, actions: list[work.Action]) -> None:
+    def run(self, actions: list[items.Action]) -> None:
         for action in actions:
             if self.pipeline.dies_before(self, action):
                 self.pipeline.kill(self.name)
             if self.is_dead:
                 return
             match action:
-                case work.Forward(entry):
+                case items.Forward(entry):
                     self._compute(self._forward_done, entry)
-                case work.Backward(entry):
+                case items.Backward(entry):
                     self._compute(self._backward_done, entry)
-                case work.SendForward(peer, entry):
+                case items.SendForward(peer, entry):
                     self.send(peer, "forward", entry.key, entry.is_replay)
-                case work.SendGradient(peer, entry):
+                case items.SendGradient(peer, entry):
                     assert entry.gradient is not None or self.stage == 0
                     self.send(peer, "gradient", entry.key, entry.loss_sum, entry.loss_tokens)
-                case work.Reply(peer, kind, key, reason):
+                case items.Reply(peer, kind, key, reason):
                     self.send(peer, kind, key, reason)
-                case work.AskHolders(entry):
+                case items.AskHolders(entry):
                     self._ask(entry)
-                case work.SlotDone(slot):
+                case items.SlotDone(slot):
                     if self.core.plan is not None:
                         self.on_step_end(self.core.plan.digest(), slot)
-                case work.LedgerGrew():
+                case items.LedgerGrew() | items.KeyLost():
                     self.pipeline.look_at_round(self.stage)
-                case work.ClearAccumulator():
+                case items.ClearAccumulator():
                     self.accumulated[self.core.version].clear()
 
     def on_message(self, source: str, what: str, *body: object) -> None:
@@ -122,8 +134,14 @@ class Peer:
                 self.run(self.core.on_busy(source, key, self.now))
             case "refused", (MicrobatchKey() as key, str() as reason):
                 self.run(self.core.on_refused(source, key, reason, self.now))
-            case "accepted", _:
-                pass
+            case "accepted", (MicrobatchKey() as key, _):
+                self.core.on_accepted(source, key)
+            case "ready", ():
+                self.run(self.core.on_peer_up(source, self.now))
+            case "fence", (str() as digest, str() as peer):
+                self.on_fence(digest, peer)
+            case "missing", (tuple() as keys,):
+                self.run(self.core.on_missing(keys, self.now))
             case "plan", (Plan() as plan,):
                 self.on_plan(plan)
             case "step_end", (str() as digest, int() as slot):
@@ -131,20 +149,32 @@ class Peer:
             case "assign", (str() as digest, int() as counter, tuple() as sources):
                 self.take_assignment(digest, counter, sources)
             case "query", (int() as number, MicrobatchKey() as key):
-                self.send(source, "answer", number, self.core.holds(key))
+                is_stashed = any(stashed == key for _, stashed, _ in self.stash)
+                self.send(source, "answer", number, self.core.holds(key) or is_stashed)
             case "answer", (int() as number, bool() as answer):
                 self._on_answer(source, number, answer)
             case _:
                 raise AssertionError(f"{what} {body!r}")
 
     def on_forward(self, source: str, key: MicrobatchKey, is_replay: bool) -> None:
-        assert key.step <= self.core.version + 1
-        if key.plan in self.plans:
+        assert key.step <= self.core.version + 1 or not self.is_member
+        if key.plan in self.plans or not self.is_member:
             self.run(self.core.on_forward(source, key, "work", "payload", is_replay, self.now))
         elif key.step < self.core.version:
             self.send(source, "refused", key, "committed")
         else:
             self.stash.append((source, key, is_replay))
+
+    def on_fence(self, digest: str, peer: str) -> None:
+        if peer == self.name:
+            self.run(self.core.fence(digest, self.now))
+            for name in self.linked(self.stage - 1):
+                self.send(name, "fence", digest, peer)
+            self.pipeline.look_at_round(self.stage)
+        elif self.pipeline.peers[peer].stage == self.stage + 1:
+            self.run(self.core.on_fenced(peer, digest, self.now))
+        else:
+            self.reassign()
 
     def on_plan(self, plan: Plan) -> None:
         if plan.digest() in self.plans:
@@ -157,10 +187,11 @@ class Peer:
         if plan.step == self.core.version:
             self.run(self.core.on_plan(plan, self.now))
             if self.stage == 0:
+                digest, counter, sources = self.assignment
+                for slot, source in enumerate(sources):
+                    if source == self.name and digest == plan.digest():
+                        self._assign(plan, slot, counter > 0)
                 self.reassign()
-                for slot, source in enumerate(self.assignment[2]):
-                    if source == self.name:
-                        self._assign(plan, slot, False)
         stash, self.stash = self.stash, []
         for source, key, is_replay in stash:
             self.on_forward(source, key, is_replay)
@@ -175,6 +206,10 @@ class Peer:
 
     def on_lost(self, peer: Peer) -> None:
         self.lost.add(peer.name)
+        self.on_link_lost(peer)
+
+    def on_link_lost(self, peer: Peer) -> None:
+        """As far as this peer can tell it is gone; it may live all the same."""
         for number, (entry, waiting) in list(self.questions.items()):
             waiting.discard(peer.name)
             if not waiting:
@@ -184,13 +219,41 @@ class Peer:
         elif peer.stage == self.stage:
             self.reassign()
 
-    def commit(self, step: int) -> None:
+    def suspend(self) -> None:
+        """It fell out of step: it takes no more part until it has caught up."""
+        self.is_member = False
+        stash, self.stash = self.stash, []
+        for source, key, _ in stash:
+            self.send(source, "refused", key, "resync")
+        self.run(self.core.suspend())
+        self.accumulated.clear()
+
+    def enter(self, version: int) -> None:
+        """It has caught up: it votes and works from this step on."""
         if self.is_dead:
             return
+        self.is_member, self.is_expected, self.pipeline.has_moved = True, False, True
+        self.run(self.core.begin(version))
+        self._take_step(is_new=True)
+        for name in self.linked(self.stage - 1):
+            self.send(name, "ready")
+
+    def seal(self, step: int) -> None:
+        if not self.is_dead and self.is_member:
+            self.run(self.core.seal(step))
+
+    def commit(self, step: int) -> None:
+        if self.is_dead or not self.is_member:
+            return
+        self.pipeline.has_moved = True
         self.run(self.core.on_commit(step, self.now))
+        self._take_step(is_new=False)
+
+    def _take_step(self, *, is_new: bool) -> None:
         if self.stage == 0 and self.core.version < STEPS:
             plan = plan_of(self.core.version, self.pipeline.slots)
-            self.assignment = (plan.digest(), 0, self.pipeline.sources(self.core.version))
+            # Whoever begins in the middle of a step may have run its slots before.
+            self.assignment = (plan.digest(), int(is_new), self.pipeline.sources(self.core.version))
             self.plans[plan.digest()] = plan
             self.gossip("plan", plan)
             self.adopt(plan)
@@ -206,34 +269,34 @@ class Peer:
 
     # -- slots of lost sources -----------------------------------------------------------------------------
 
-    def reassign(self) -> None:
+    def reassign(self, is_forced: bool = False) -> None:
         digest, counter, sources = self.assignment
-        living = [p.name for p in self.pipeline.of_stage(0) if p.name not in self.lost]
+        able = [p.name for p in self.pipeline.of_stage(0) if p.name not in self.lost and p.is_member]
         plan = self.core.plan
-        if self.stage != 0 or plan is None or plan.digest() != digest or living[0] != self.name:
+        if self.stage != 0 or plan is None or plan.digest() != digest or able[:1] != [self.name]:
             return
-        orphaned = [slot for slot, source in enumerate(sources) if source not in living]
-        if orphaned:
+        able = [name for name in able if name not in self.pipeline.fences[0, plan.step]]
+        orphaned = [slot for slot, source in enumerate(sources) if source not in able]
+        if able and (orphaned or is_forced):
             changed = list(sources)
             for number, slot in enumerate(orphaned):
-                changed[slot] = living[number % len(living)]
+                changed[slot] = able[number % len(able)]
             for name in self.linked(0):
                 self.send(name, "assign", digest, counter + 1, tuple(changed))
             self.take_assignment(digest, counter + 1, tuple(changed))
 
     def take_assignment(self, digest: str, counter: int, sources: tuple[str, ...]) -> None:
         plan = self.core.plan
-        _, known_counter, known = self.assignment
+        _, known_counter, _ = self.assignment
         if plan is None or plan.digest() != digest or counter <= known_counter:
             return
         self.assignment = (digest, counter, sources)
-        for slot, (before, after) in enumerate(zip(known, sources, strict=True)):
-            if after == self.name and before != self.name:
+        for slot, source in enumerate(sources):
+            if source == self.name:
                 self._assign(plan, slot, True)
 
     def _assign(self, plan: Plan, slot: int, is_replay: bool) -> None:
-        keys = list(plan.keys())
-        works = [(key, "work") for key in keys if key.slot == slot]
+        works = [(key, "work") for key in keys_of(plan.step, self.pipeline.slots) if key.slot == slot]
         self.run(self.core.assign(slot, works, is_replay, self.now))
 
     # -- compute and questions -----------------------------------------------------------------------------
@@ -263,7 +326,8 @@ class Peer:
         self.run(self.core.on_backward_done(entry, "gradient", None, self.now))
 
     def _ask(self, entry: Entry) -> None:
-        asked = set(self.linked(self.stage + 1))
+        is_fenced = self.core.router.is_fenced
+        asked = {n for n in self.linked(self.stage + 1) if not is_fenced(n, entry.key.plan)}
         number = next(self.pipeline.numbers)
         self.questions[number] = (entry, asked)
         for name in sorted(asked):
@@ -282,7 +346,8 @@ class Peer:
     def _answered(self, number: int, entry: Entry, holder: str | None) -> None:
         if self.questions.pop(number, None) is None or self.is_dead:
             return
-        if holder is None and not set(self.core.router.peers) <= self.denied[number]:
-            entry.holders = "unknown"  # somebody who may hold it has not answered: asked again on the timer
+        denied = self.denied.pop(number, set())
+        if holder is None and not (denied and self.core.askable(entry) <= denied):
+            self.run(self.core.on_holder_unknown(entry, self.now))
         else:
             self.run(self.core.on_holder(entry, holder, self.now))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import peers.questions
 from peers.compute import Boundaries
 from peers.engine import Engine
 from peers.frames import Frame, Kind
+from peers.limits import LIMITS
 from peers.payloads import BatchFormat
 from peers.questions import Questions
 from peers.stage import StageWorker
@@ -84,15 +86,16 @@ class World:
             core.on_peer_up(peer, 0.0)
         (key,) = PLAN.keys()
         self.entry = Entry(key, None, "work", outgoing={}, phase=Phase.OUT, is_replay=True, needs_route=True)
-        core._entries[key] = self.entry
+        core._store.add(self.entry)
+        core._onward.want(self.entry)
 
     def link(self, peer: str, answer: bool | None) -> None:
         self.links.open[peer] = Neighbour(peer, answer, self.questions)
 
     async def route(self) -> list[str]:
         """What the timer does; returns where the replay went."""
-        self.worker.run(self.worker.core.route(1.0))
-        await asyncio.sleep(0.05)
+        self.worker.run(self.worker.core.route(time.monotonic()))
+        await asyncio.sleep(LIMITS.ask_again_s + 0.1)
         return self.sent
 
 

@@ -80,15 +80,21 @@ class Sources:
             case Kind.ACKNOWLEDGE:
                 self._run(target, core.on_acknowledge(source, str(header["start"]), self.sim.now))
             case _:
-                self._run(target, core.on_start(parse_start(header)))
+                self._run(target, core.on_start(parse_start(header), self.sim.now))
 
     def _kill(self) -> None:
         if len(self.living) > len(self.names) // 2 + 1:
             victim = self.sim.random.choice(self.living)
             self.network.kill(victim, self.names, lambda other: self.seen[other].discard(victim))
 
+    def _is_over(self) -> bool:
+        """Everybody the start names has begun; whoever it leaves out joins the running swarm."""
+        named = {name for message in self.begun.values() for name in message.rosters[0]}
+        return bool(named) and all(name in self.begun for name in self.living if name in named)
+
     def run(self) -> None:
-        ended = self.sim.run(lambda: all(name in self.begun for name in self.living), DEADLINE_S)
+        ended = self.sim.run(self._is_over, DEADLINE_S)
+        self.sim.run(lambda: False, DEADLINE_S / 2)  # nobody begins anything else later
         story = "\n".join(self.sim.log[-30:])
         assert len({message.digest() for message in self.begun.values()}) <= 1, (
             f"two starts in force\n{story}"
@@ -145,8 +151,8 @@ def test_later_stage_never_proposes_and_takes_the_first_start_it_hears() -> None
     late = core("b", stage=1)
     assert late.tick(0.0, (["a"], ["b"])) == []
     first, second = Start(0, (("a",), ("b",)), b"1", ("a",)), Start(0, (("c",), ("b",)), b"2", ("c",))
-    assert late.on_start(first) == [Begin(first)]
-    assert late.on_start(second) == [] and late.started == first
+    assert late.on_start(first, 0.0) == [Begin(first)]
+    assert late.on_start(second, 0.0) == [] and late.started == first
 
 
 def test_proposal_that_leaves_the_receiver_out_is_refused() -> None:

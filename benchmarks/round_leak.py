@@ -1,0 +1,196 @@
+"""Does a peer forget what failed? Rounds of which every second one times out, and what they leave in memory.
+
+A swarm of real peers in this process, over real p2pd links on loopback: one stage 0 and three replicas of stage
+1, whose rounds this is about. In the first attempt of every step one member, another one each time, withholds
+its parts until the deadline; the second attempt goes through. Prints one JSON object; exits with 1 if the memory
+grows faster than the limit, or if tasks, exchanges or early frames are left over.
+
+    python -m benchmarks.round_leak [--rounds 2000] [--warm-up 200] [--deadline 0.15] [--limit-mib 1.0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+import peers.averaging
+from peers.exchange import Exchange
+from peers.frames import Frame
+from tests.hostile.world import Peer, World, rss
+
+REPLICAS = ("1a", "1b", "1c")
+MIB = 2**20
+SAMPLE_EVERY = 20
+"""Rounds between two looks at the memory."""
+
+
+class Withholding(Exchange):
+    """An exchange with a short deadline, in which one member gives nothing in every odd attempt."""
+
+    deadline_s = 0.15
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "deadline_s": self.deadline_s})
+
+    async def _send_parts(self) -> None:
+        if self.group.attempt % 2 == 1 and self.group.step % len(self.group.members) == self._me:
+            await asyncio.Event().wait()
+        await super()._send_parts()
+
+
+@dataclass
+class Report:
+    """What was seen. memory: (rounds so far, bytes in RAM). left: what is still there that should not be."""
+
+    rounds: int = 0
+    failed: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)
+
+    def slope_mib_per_1000(self, warm_up: int) -> float:
+        """Growth after the warm-up, by least squares."""
+        points = np.array([point for point in self.memory if point[0] >= warm_up], dtype=np.float64)
+        if len(points) < 3:
+            return 0.0
+        return float(np.polyfit(points[:, 0], points[:, 1] / MIB, 1)[0] * 1000)
+
+
+def census() -> Counter[str]:
+    """Live objects that a round makes."""
+    found: Counter[str] = Counter(tasks=len(asyncio.all_tasks()))
+    for thing in gc.get_objects():
+        if isinstance(thing, Exchange):
+            found["exchanges"] += 1
+        elif isinstance(thing, Frame):
+            found["frames"] += 1
+        elif isinstance(thing, asyncio.Future) and not isinstance(thing, asyncio.Task):
+            found["futures"] += 1
+    return found
+
+
+def rounds_of(peer: Peer) -> tuple[int, Counter[str]]:
+    """Rounds that were committed here, and those that failed, by reason."""
+    averaging = peer.trainer.averaging
+    return int(averaging.outcomes["committed"]), Counter(averaging.core.failures)
+
+
+async def leftovers(peers: list[Peer]) -> dict[str, int]:
+    """What the peers hold while no exchange is under way, at most over a few looks."""
+    seen: list[dict[str, int]] = []
+    for _ in range(200):
+        idle = [peer for peer in peers if peer.trainer.averaging._exchange is None]
+        if len(idle) == len(peers):
+            gc.collect()
+            counts = census()
+            counts["early"] = sum(len(peer.trainer.averaging._early) for peer in peers)
+            seen.append(dict(counts))
+            if len(seen) == 8:
+                break
+        await asyncio.sleep(0.01)
+    return {name: min(counts.get(name, 0) for counts in seen) for name in seen[0]} if seen else {}
+
+
+async def measure(folder: Path, rounds: int, deadline_s: float, warm_up: int) -> Report:
+    """Run until the replicas of stage 1 have seen so many rounds."""
+    Withholding.deadline_s = deadline_s
+    peers.averaging.Exchange = Withholding  # type: ignore[misc]
+    report, began = Report(), time.monotonic()
+    world = World(folder, steps=100_000, snapshot_every=100_000, samples_per_step=3)
+    await world.start(("0", *REPLICAS), microseconds_per_token=1.0, is_recording=False)
+    watched = [world.peers[name] for name in REPLICAS]
+    baseline: dict[str, int] = {}
+    try:
+        while report.rounds < rounds:
+            await asyncio.sleep(0.05)
+            if any(peer.task.done() for peer in world.peers.values()):
+                raise RuntimeError(f"a peer has ended: {[peer.notes.notes[-2:] for peer in watched]}")
+            committed, failures = rounds_of(watched[0])
+            report.failed, report.steps, report.reasons = failures.total(), committed, dict(failures)
+            report.rounds = committed + report.failed
+            if not report.memory or report.rounds >= report.memory[-1][0] + SAMPLE_EVERY:
+                gc.collect()
+                report.memory.append((report.rounds, rss()))
+            if not baseline and report.rounds >= min(warm_up, rounds // 4):
+                baseline = await leftovers(watched)
+        after = await leftovers(watched)
+        report.left = {name: after[name] - baseline.get(name, 0) for name in after}
+    finally:
+        peers.averaging.Exchange = Exchange  # type: ignore[misc]
+        report.seconds = time.monotonic() - began
+        await world.close()
+    return report
+
+
+def verdict(report: Report, warm_up: int, limit_mib: float) -> list[str]:
+    """What is wrong; empty if nothing is."""
+    wrong = []
+    slope = report.slope_mib_per_1000(warm_up)
+    if slope >= limit_mib:
+        wrong.append(f"memory grows by {slope:.2f} MiB per 1000 rounds (limit {limit_mib})")
+    if report.failed < report.rounds // 3:
+        wrong.append(f"only {report.failed} of {report.rounds} rounds failed: this measured something else")
+    wrong += [f"{count} {name} are left over" for name, count in report.left.items() if count > 8]
+    return wrong
+
+
+def run(rounds: int, warm_up: int, deadline_s: float, folder: Path) -> Report:
+    """One measurement in a loop of its own."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measure(folder, rounds, deadline_s, warm_up))
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2000, help="rounds in all, failed ones included")
+    parser.add_argument("--warm-up", type=int, default=200, help="rounds before memory is compared")
+    parser.add_argument("--deadline", type=float, default=0.15, help="seconds of one attempt")
+    parser.add_argument("--limit-mib", type=float, default=1.0, help="MiB per 1000 rounds that are too much")
+    arguments = parser.parse_args()
+    logging.getLogger("swarm_peer").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="sp-") as folder:
+        tempfile.tempdir = folder  # p2pd's sockets go along
+        report = run(arguments.rounds, arguments.warm_up, arguments.deadline, Path(folder))
+        tempfile.tempdir = None
+    wrong = verdict(report, arguments.warm_up, arguments.limit_mib)
+    print(
+        json.dumps(
+            {
+                "rounds": report.rounds,
+                "failed": report.failed,
+                "steps": report.steps,
+                "reasons": report.reasons,
+                "seconds": round(report.seconds, 1),
+                "slope_mib_per_1000_rounds": round(report.slope_mib_per_1000(arguments.warm_up), 3),
+                "rss_mib": [
+                    round(nbytes / MIB, 1) for _, nbytes in report.memory[:: max(1, len(report.memory) // 20)]
+                ],
+                "left": report.left,
+                "wrong": wrong,
+            },
+            indent=2,
+        )
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Decisions of a peer that comes into a running swarm: when to follow, who refills, where to start. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from peers.frames import FrameError
+from peers.round_messages import MAX_STEP
+from swarm.plan import seeded_order
+
+LINEAGE_CHARACTERS = 64
+REFILL_STEP = -2
+"""The step that seeds the order of those who could refill an empty stage."""
+
+
+class Standing(StrEnum):
+    """What a stage peer is in its stage."""
+
+    WAITING = "waiting"
+    """The run has not started."""
+    RESTORING = "restoring"
+    """The start named this peer; it loads the version the run starts from."""
+    CATCHING_UP = "catching_up"
+    FOLLOWING = "following"
+    """It is in a round without a vote."""
+    VOTING = "voting"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a neighbour says of itself: steps applied, whether it votes and works, lineage of its weights."""
+
+    version: int
+    is_voting: bool
+    lineage: str
+
+    def pack(self) -> list[Any]:
+        """Wire form."""
+        return [self.version, self.is_voting, self.lineage]
+
+
+def parse_status(value: object) -> Status:
+    """The answer to QUERY "step". Raises FrameError."""
+    if (
+        not isinstance(value, list)
+        or len(value) != 3
+        or type(value[0]) is not int
+        or type(value[1]) is not bool
+        or type(value[2]) is not str
+    ):
+        raise FrameError("header", "a status is [version, is voting, lineage]")
+    version, is_voting, lineage = value
+    if not 0 <= version <= MAX_STEP or len(lineage) > LINEAGE_CHARACTERS:
+        raise FrameError("range", f"a status of version {version}, lineage of {len(lineage)} characters")
+    return Status(version, is_voting, lineage)
+
+
+def current_status(statuses: Iterable[Status]) -> Status | None:
+    """The state of a stage by the word of its voting peers: the furthest, of two lineages the greater."""
+    return max((s for s in statuses if s.is_voting), key=lambda s: (s.version, s.lineage), default=None)
+
+
+def may_follow(behind: int, seconds_per_update: float, gate_s: float) -> bool:
+    """Whether what is missing can be had while the stage holds one round for it.
+
+    behind: updates missing now. The commit of the round in progress is one more.
+    """
+    return (behind + 1) * seconds_per_update <= gate_s
+
+
+def refiller(candidates: Sequence[str], run_seed: int, stage: int) -> str:
+    """Who of the waiting peers of an empty stage refills it. Raises ValueError without candidates."""
+    if not candidates:
+        raise ValueError(f"nobody waits to refill stage {stage}")
+    return seeded_order(candidates, run_seed, stage, REFILL_STEP)[0]
+
+
+def common_version(held: Sequence[Mapping[str, Iterable[int]]]) -> int:
+    """The newest version that some peer of every stage holds; 0, which everybody can make, if there is none.
+
+    held: for each stage, peer -> versions it can serve.
+    """
+    per_stage = [{version for versions in stage.values() for version in versions} | {0} for stage in held]
+    return max(set.intersection(*per_stage)) if per_stage else 0
+
+
+def stages_without_state(held: Sequence[Mapping[str, Iterable[int]]]) -> list[int]:
+    """Stages in which nobody holds anything newer than version 0 while another stage does."""
+    newest = [max((v for versions in stage.values() for v in versions), default=0) for stage in held]
+    return [stage for stage, version in enumerate(newest) if version == 0] if any(newest) else []
+
+
+def thinnest_stage(stages: int, held: Sequence[int], chance: float) -> int:
+    """The stage with the fewest peers. held: the stage of every peer in view; chance: in [0, 1), breaks ties."""
+    counts = [held.count(stage) for stage in range(stages)]
+    thinnest = [stage for stage, count in enumerate(counts) if count == min(counts)]
+    return thinnest[int(chance * len(thinnest))]

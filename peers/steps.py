@@ -1,0 +1,250 @@
+"""The step in progress at one peer: its plan taken and passed on, its slots run, ended and reported.
+
+Binds the plan book, the ends of slots, the assignment of sources and what came ahead of its plan to the stage
+worker and the rounds. Lives in the communication loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from peers import injector
+from peers.assignments import Assignments
+from peers.averaging import Averaging
+from peers.frames import Frame, FrameError, Kind, need
+from peers.limits import LIMITS
+from peers.link import Link
+from peers.links import Links
+from peers.planning import PlanBook, make_plan
+from peers.round_messages import Arrival, Commit, CompactKey, compact
+from peers.run_files import RunFiles
+from peers.stage import StageWorker, parse_key
+from peers.stash import Stash
+from peers.step_ends import StepEnds
+from peers.watch import names
+from peers.work_messages import Missing
+from swarm.manifest import RunManifest
+from swarm.plan import Plan
+
+
+class Steps:
+    """Plans and their ends, for the step a peer works on.
+
+    is_in: whether it takes part in its stage. is_voting: whether it works and votes there (asked at each use).
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: RunManifest,
+        stage: int,
+        links: Links,
+        files: RunFiles,
+        tasks: asyncio.TaskGroup,
+        is_voting: Callable[[], bool],
+    ) -> None:
+        self.manifest, self.stage = manifest, stage
+        self.me = links.me
+        self.plans = PlanBook(manifest)
+        self.ends = StepEnds(self.plans, links)
+        self.stash = Stash()
+        self.is_in = False
+        self._is_alone = False
+        self._links, self._files, self._tasks, self._is_voting = links, files, tasks, is_voting
+        self._fenced: set[str] = set()
+        self.assignments = Assignments(self.me, links, self._run_slot)
+        self.worker: StageWorker
+        self.averaging: Averaging
+
+    @property
+    def version(self) -> int:
+        """Steps applied to this peer's weights."""
+        return self.worker.core.version
+
+    def enter(self, step: int, roster: tuple[str, ...], commit: Commit | None) -> None:
+        """This peer takes part from here on. commit: the one that lists it as a follower."""
+        self.is_in, self._is_alone = True, roster == (self.me,)
+        if self.stage == 0 and commit is not None:
+            self.take_plan(self.plans.parse(commit.plan, step), list(commit.sources))
+        elif self.stage == 0 and self._is_alone:
+            self._tasks.create_task(self._plan_alone(step))
+
+    def suspend(self) -> None:
+        """This peer takes no more part."""
+        self.is_in = False
+        self.stash.clear()
+
+    def on_applied(self, commit: Commit, before: Plan | None) -> None:
+        """A step is applied; `before` was its plan. The next step's plan is taken up."""
+        self._fenced.clear()
+        if before is not None:
+            self.ends.forget(before.step - 1)
+        if self.version >= self.manifest.total_steps:
+            return
+        if self.stage == 0:
+            self.take_plan(self.plans.parse(commit.plan, self.version), list(commit.sources))
+        elif (known := self.plans.of_step(self.version)) is not None:
+            self._adopt(known)
+
+    def fence_source(self, peer: str) -> None:
+        """A source is fenced: the lead source gives its slots to others."""
+        self._fenced.add(peer)
+        self.reassign()
+
+    def ask_missing(self, keys: tuple[CompactKey, ...]) -> None:
+        """The ledgers of this stage's members leave keys out: whoever kept them sends them again."""
+        plan = self.worker.core.plan
+        if plan is None:
+            return
+        if self.stage == 0:
+            self.assignments.recover(plan, self.averaging.core.present, self._fenced)
+            return
+        for link in self._links.open_links(self.stage - 1):
+            link.post(Kind.MISSING, Missing(plan.digest(), keys).header())
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def repeat(self, link: Link) -> None:
+        """Plans and ends of slots; of the step before too: a neighbour may not have committed it yet."""
+        for step in (self.version - 1, self.version):
+            if (plan := self.plans.of_step(step)) is not None:
+                link.post(Kind.PLAN, {"plan": plan.to_bytes()})
+                self.ends.repeat(link, plan)
+
+    def next_plan(
+        self, step: int, attempt: int, group: str, roster: tuple[str, ...]
+    ) -> tuple[bytes, tuple[str, ...]]:
+        """The plan that a COMMIT of stage 0 carries."""
+        if self.stage != 0 or step >= self.manifest.total_steps:
+            return b"", ()
+        plan, sources = make_plan(self.manifest, step, attempt, group, roster)
+        return plan.to_bytes(), sources
+
+    def take_plan(self, plan: Plan, sources: list[str], *, is_replay: bool = False) -> None:
+        """A plan with its assignment, at stage 0 by COMMIT or START, elsewhere by START."""
+        self.plans.add(plan)
+        self.ends.learned(plan)
+        self.assignments.begin(plan, sources)
+        self._links.gossip(Kind.PLAN, {"plan": plan.to_bytes()})
+        self._adopt(plan, is_replay=is_replay)
+        self.assignments.take_early(plan)
+
+    def on_plan_frame(self, frame: Frame) -> None:
+        """A PLAN of a neighbour. Raises FrameError."""
+        if not self.is_in or (self.stage == 0 and not self._is_alone):
+            return  # sources have their plans from COMMIT and START
+        plan = self.plans.parse(need(frame.header, "plan", bytes), self.version)
+        if self.stage == 0:
+            if plan.step == self.version and self.worker.core.plan is None:
+                self.take_plan(plan, [self.me] * len(plan.slots), is_replay=True)
+        elif self.plans.add(plan):
+            self.ends.learned(plan)
+            self._links.gossip(Kind.PLAN, {"plan": plan.to_bytes()})
+            self._adopt(plan)
+
+    def _adopt(self, plan: Plan, *, is_replay: bool = False) -> None:
+        if plan.step == self.version:
+            now = time.monotonic()
+            self.worker.run(self.worker.core.on_plan(plan, now))
+            if self.worker.core.plan is not plan and self.worker.core.plan is not None:
+                return  # an earlier attempt than the one in force
+            keys = frozenset(compact(plan.keys()))
+            self.averaging.run(self.averaging.core.on_plan(plan.digest(), keys, now))
+            if self.stage == 0:
+                self.assignments.run_own(plan, is_replay)
+                self.reassign()
+        self._unstash()
+        self.check_ready()
+
+    def _run_slot(self, plan: Plan, slot: int, is_replay: bool) -> None:
+        self._tasks.create_task(self._fetch_and_run(plan, slot, is_replay))
+
+    async def _fetch_and_run(self, plan: Plan, slot: int, is_replay: bool) -> None:
+        await self._files.ensure_samples(plan.slots[slot].samples)
+        if self.worker.core.plan is plan:
+            self.worker.assign(plan, slot, is_replay)
+
+    def reassign(self) -> None:
+        """The lead source gives the slots of lost and fenced sources to others."""
+        plan, rounds = self.worker.core.plan, self.averaging.core
+        if self.stage == 0 and plan is not None and rounds.leader == self.me:
+            self.assignments.reassign(plan, rounds.present, self._fenced)
+
+    def on_slot_done(self, slot: int) -> None:
+        """All gradients of a slot of this source have come back."""
+        plan = self.worker.core.plan
+        if plan is not None:
+            self.on_step_end(plan.digest(), slot)
+            injector.hit("after_step_end", plan.step)
+
+    def on_step_end(self, digest: str, slot: int) -> None:
+        """A slot has ended, here or by a neighbour's word."""
+        if not self.is_in or (self.stage != 0 and self.plans.get(digest) is None):
+            return  # whoever says so has said the plan before, or says both again when asked
+        if self.ends.add(digest, slot):
+            self.check_ready()
+
+    def check_ready(self) -> None:
+        """Report to the round once all slots have ended and what came here is in the ledger."""
+        core = self.worker.core
+        plan = core.plan
+        if plan is None or not core.is_settled or not self.is_in or not self.ends.are_complete(plan):
+            return
+        ledger = core.ledger
+        self.averaging.on_ready(
+            Arrival(
+                plan.step,
+                plan.digest(),
+                compact(ledger),
+                sum(ledger.values()),
+                lineage=self.averaging.core.lineage,
+                lost=compact(core.lost),
+                sketch=self.averaging.sketch,
+            )
+        )
+
+    async def _plan_alone(self, step: int) -> None:
+        """The only source left takes the plan its neighbours know, or makes the step's plan itself."""
+        await asyncio.sleep(LIMITS.query_s)
+        if self.worker.core.plan is None and self.version == step:
+            plan, sources = make_plan(self.manifest, step, 0, self.averaging.core.lineage, (self.me,))
+            self.take_plan(plan, list(sources))
+
+    # -- work that is ahead of its plan --------------------------------------------------------------------
+
+    def on_forward(self, link: Link, frame: Frame) -> None:
+        """A FORWARD of the previous stage, perhaps ahead of its plan. Raises FrameError."""
+        key = parse_key(frame)
+        if not self._is_voting() or not self.is_in:
+            link.post(Kind.REFUSED, {"key": key.pack(), "reason": "resync"})
+            return
+        if key.step > self.version + 1:
+            raise FrameError("step", f"a FORWARD of step {key.step} while step {self.version} is worked on")
+        plan = self.plans.get(key.plan)
+        if plan is not None:
+            self.worker.on_forward(link, frame, plan)
+        elif key.step < self.version:
+            link.post(Kind.REFUSED, {"key": key.pack(), "reason": "committed"})
+        elif link.hello.stage != self.stage - 1:
+            raise FrameError("stage", f"stage {self.stage} takes no FORWARD from stage {link.hello.stage}")
+        elif self.stash.add(link, key, frame):
+            link.post(Kind.QUERY, {"id": 0, "what": "plan", "about": key.plan})
+        else:
+            link.post(Kind.BUSY, {"key": key.pack(), "reason": ""})
+
+    def _unstash(self) -> None:
+        for link, frame in self.stash.take():
+            try:
+                self.on_forward(link, frame)
+            except FrameError as error:
+                link.offend(error)
+
+    def stall_details(self) -> str:
+        """Where the step stands, for the log."""
+        core, rounds = self.worker.core, self.averaging.core
+        return (
+            f"{core.in_flight} microbatches in flight, {len(core.ledger)} in the ledger, slots ended "
+            f"{self.ends.count(core.plan)}, round {rounds.phase.value}, present {names(rounds.present)}"
+        )

@@ -1,0 +1,324 @@
+"""Updates: each committed step's coded average on disk, for peers that catch up.
+
+An update file holds what every member of the round decoded, byte for byte, so whoever applies the updates of
+all steps since a snapshot gets the members' weights bit for bit. Members of one round write identical files:
+a joiner may take half of one from each of two.
+
+    magic | u32 head bytes | head (msgpack map) | chunks of the coded average | slice (fp32) | sha256 of all before
+
+The digest in the head is the one the round committed, and it is checked against the content; the lineages of
+consecutive updates form a chain that ends in the lineage of the stage's next COMMIT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import msgpack
+import torch
+from torch import Tensor
+
+from peers.compute import StageCompute, take_step
+from peers.exchange import Exchange, alone_digest, exchange_digest
+from peers.frames import FrameError, need, need_count, tensor_bytes
+from peers.limits import LIMITS
+from peers.round_messages import HASH_LENGTH, MAX_STEP, MAX_WEIGHT, Group, next_lineage
+from swarm.gradient.values import ValueFormat, decode_values, encoded_bytes
+
+MAGIC = b"swarm-peer update 1\n"
+HEAD_BYTES = 64 * 1024
+MAX_ELEMENTS = 2**40
+_LENGTH = struct.Struct("<I")
+_HASH_BYTES = 32
+_READ_BYTES = 4 * 1024 * 1024
+
+Way = Literal["exchanged", "alone", "none"]
+"""How the average came about: by an exchange, by one member alone (raw fp32), or not at all (no weight)."""
+_WAYS: dict[str, Way] = {"exchanged": "exchanged", "alone": "alone", "none": "none"}
+_VALUES: dict[str, ValueFormat] = {"fp16": "fp16", "fp32": "fp32"}
+
+
+class UpdateError(ValueError):
+    """A file that is no whole update, or not the one it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One committed step of one stage.
+
+    lineage: of the weights before it. digest: as committed. chunks: uint8, the coded average in order (none if
+    `way` is "none"). slice: offset and fp32 weights of the leader that are written before the average is applied.
+    """
+
+    run: str
+    stage: int
+    step: int
+    lineage: str
+    group: str
+    digest: str
+    way: Way
+    values: ValueFormat
+    elements: int
+    chunk_elements: int
+    total_weight: int
+    chunks: tuple[Tensor, ...] = ()
+    slice: tuple[int, Tensor] | None = None
+
+    @property
+    def next_lineage(self) -> str:
+        """Lineage of the weights after it."""
+        return next_lineage(self.lineage, self.group, self.digest)
+
+    def check_content(self) -> None:
+        """Raise UpdateError unless the digest is that of the content."""
+        if self.way == "exchanged":
+            hashes = [hashlib.sha256(tensor_bytes(chunk)).digest() for chunk in self.chunks]
+            digest = exchange_digest(hashes, self.slice)
+        else:
+            digest = alone_digest(self.group)
+        if digest != self.digest:
+            raise UpdateError(f"the update of step {self.step} is not what its round committed")
+
+
+def update_name(step: int, stage: int) -> str:
+    """Name under which a peer serves a step's update of a stage."""
+    return f"update/{step}/stage-{stage}"
+
+
+def exchanged_update(exchange: Exchange, *, run: str, stage: int, lineage: str, digest: str) -> Update:
+    """The update of an exchange that has ended. lineage: of the weights before."""
+    group = exchange.group
+    return Update(
+        run=run,
+        stage=stage,
+        step=group.step,
+        lineage=lineage,
+        group=group.id,
+        digest=digest,
+        way="exchanged",
+        values=exchange.values,
+        elements=exchange.elements,
+        chunk_elements=exchange.chunk_elements,
+        total_weight=sum(group.weights),
+        chunks=tuple(exchange.encoded),
+        slice=exchange.slice,
+    )
+
+
+def alone_update(group: Group, contribution: Tensor, *, run: str, stage: int, lineage: str) -> Update:
+    """The update of a group that exchanged nothing: a member alone, or no weight at all.
+
+    contribution: fp32 [elements], which must not change any more: it is kept raw, not copied.
+    """
+    is_empty = sum(group.weights) == 0
+    size = LIMITS.averaging_chunk_elements
+    pieces = () if is_empty else torch.split(contribution.detach().contiguous(), size)
+    return Update(
+        run=run,
+        stage=stage,
+        step=group.step,
+        lineage=lineage,
+        group=group.id,
+        digest=alone_digest(group.id),
+        way="none" if is_empty else "alone",
+        values="fp32",
+        elements=contribution.numel(),
+        chunk_elements=size,
+        total_weight=sum(group.weights),
+        chunks=tuple(piece.view(torch.uint8) for piece in pieces),
+    )
+
+
+def average_of(update: Update) -> Tensor | None:
+    """The average exactly as the members decoded it: fp32 [elements]; None if there was nothing to apply.
+
+    Raises UpdateError for bytes that the value format does not allow.
+    """
+    if update.way == "none":
+        return None
+    average = torch.empty(update.elements, dtype=torch.float32)
+    try:
+        for number, chunk in enumerate(update.chunks):
+            part = average[number * update.chunk_elements : (number + 1) * update.chunk_elements]
+            part.copy_(decode_values(chunk, update.values, part.numel()))
+    except ValueError as error:
+        raise UpdateError(f"the update of step {update.step}: {error}") from error
+    return average
+
+
+def apply_update(compute: StageCompute, update: Update) -> float | None:
+    """Take the step as the members took it; returns the gradient's norm. Runs on the compute thread.
+
+    None if nothing was applied: no weight, or an average that is not finite, which every member refused alike.
+    Raises UpdateError, with nothing changed, for an update of another size.
+    """
+    if update.elements != compute.trainable.numel:
+        raise UpdateError(f"{update.elements} elements where this stage has {compute.trainable.numel}")
+    average = average_of(update)
+    if average is None:
+        compute.clear()
+        return None
+    try:
+        return take_step(compute, average, update.step, update.slice)
+    except ValueError:
+        return None
+
+
+def write_update(path: Path, update: Update) -> int:
+    """Write an update; returns the file's bytes. It has its name only once it is whole; not fsynced: the hash
+    at its end tells a torn one.
+
+    Raises OSError; no file is left then.
+    """
+    head: bytes = msgpack.packb(_head(update))
+    digest = hashlib.sha256()
+    nbytes = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            parts: list[bytes | memoryview] = [MAGIC, _LENGTH.pack(len(head)), head]
+            parts += [tensor_bytes(chunk) for chunk in update.chunks]
+            if update.slice is not None:
+                parts.append(tensor_bytes(update.slice[1].contiguous()))
+            for data in parts:
+                digest.update(data)
+                file.write(data)
+                nbytes += len(data)
+            file.write(digest.digest())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    return nbytes + _HASH_BYTES
+
+
+def read_update(path: Path) -> Update:
+    """Read a whole update into memory. Raises UpdateError for anything else, OSError if it cannot be read."""
+    with path.open("rb") as file:
+        update, place = _read_head(file)
+        size = os.fstat(file.fileno()).st_size
+        file.seek(0)
+        data = bytearray(size)
+        if file.readinto(data) != size:
+            raise UpdateError("it became shorter while it was read")
+    view = memoryview(data)
+    if hashlib.sha256(view[:-_HASH_BYTES]).digest() != view[-_HASH_BYTES:]:
+        raise UpdateError("its bytes do not match its hash: torn or changed")
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    chunks: list[Tensor] = []
+    for nbytes in _chunk_sizes(update):
+        chunks.append(whole[place : place + nbytes])
+        place += nbytes
+    taken = update.slice
+    if taken is not None:
+        taken = (taken[0], whole[place : place + taken[1].nbytes].clone().view(torch.float32))
+    return _with_body(update, tuple(chunks), taken)
+
+
+def check_update(path: Path) -> Update:
+    """Verify a file without holding it in memory; returns its head (no chunks). Raises as `read_update` does."""
+    with path.open("rb") as file:
+        update, _ = _read_head(file)
+        left = os.fstat(file.fileno()).st_size - _HASH_BYTES
+        file.seek(0)
+        digest = hashlib.sha256()
+        while left > 0 and (data := file.read(min(_READ_BYTES, left))):
+            digest.update(data)
+            left -= len(data)
+        if digest.digest() != file.read(_HASH_BYTES):
+            raise UpdateError("its bytes do not match its hash: torn or changed")
+    return _with_body(update, (), None)
+
+
+def update_bytes(elements: int) -> int:
+    """Most bytes that an update of a stage of so many elements may have: raw fp32, slice and head included."""
+    return 8 * elements + 2 * HEAD_BYTES
+
+
+def _head(update: Update) -> dict[str, Any]:
+    offset, count = (update.slice[0], update.slice[1].numel()) if update.slice is not None else (0, 0)
+    return {
+        "run": update.run,
+        "stage": update.stage,
+        "step": update.step,
+        "lineage": update.lineage,
+        "group": update.group,
+        "digest": update.digest,
+        "way": update.way,
+        "values": update.values,
+        "elements": update.elements,
+        "chunk_elements": update.chunk_elements,
+        "total_weight": update.total_weight,
+        "slice_offset": offset,
+        "slice_elements": count,
+    }
+
+
+def _read_head(file: BinaryIO) -> tuple[Update, int]:
+    """The head, with a slice of the right size but no content, and where the body begins.
+
+    Raises UpdateError unless the file has exactly the size that its head announces.
+    """
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(len(MAGIC) + _LENGTH.size)
+    if len(start) < len(MAGIC) + _LENGTH.size or not start.startswith(MAGIC):
+        raise UpdateError(f"no update file ({size} bytes)")
+    length = _LENGTH.unpack(start[len(MAGIC) :])[0]
+    if length > HEAD_BYTES:
+        raise UpdateError(f"a head of {length} bytes")
+    try:
+        head = msgpack.unpackb(file.read(length))
+        if not isinstance(head, dict):
+            raise UpdateError("its head is no map")
+        update = _parse_head(head)
+    except (FrameError, ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
+        raise UpdateError(f"its head cannot be read: {str(error)[:200]}") from error
+    place = len(start) + length
+    chunks = 0 if update.way == "none" else -(-update.elements // update.chunk_elements)
+    taken = update.slice[1].nbytes if update.slice is not None else 0
+    # The sizes of all chunks are only listed once their number is known to be plausible.
+    if chunks > size or place + sum(_chunk_sizes(update)) + taken + _HASH_BYTES != size:
+        raise UpdateError(f"{size} bytes do not hold {update.elements} elements: truncated or changed")
+    return update, place
+
+
+def _parse_head(head: dict[str, Any]) -> Update:
+    count = need_count(head, "slice_elements", MAX_ELEMENTS)
+    elements = need_count(head, "elements", MAX_ELEMENTS)
+    offset = need_count(head, "slice_offset", elements)
+    if offset + count > elements:
+        raise UpdateError(f"a slice of {count} from {offset} on, of {elements} elements")
+    return Update(
+        run=need(head, "run", str)[:128],
+        stage=need_count(head, "stage", MAX_STEP),
+        step=need_count(head, "step", MAX_STEP),
+        lineage=need(head, "lineage", str)[:HASH_LENGTH],
+        group=need(head, "group", str)[:HASH_LENGTH],
+        digest=need(head, "digest", str)[:HASH_LENGTH],
+        way=_WAYS[need(head, "way", str)],
+        values=_VALUES[need(head, "values", str)],
+        elements=elements,
+        chunk_elements=max(1, need_count(head, "chunk_elements", MAX_ELEMENTS)),
+        total_weight=need_count(head, "total_weight", MAX_WEIGHT * LIMITS.links),
+        # Memory for a slice is taken once the file's size has proved that it is there.
+        slice=(offset, torch.empty(1, dtype=torch.float32).expand(count)) if count else None,
+    )
+
+
+def _chunk_sizes(update: Update) -> list[int]:
+    if update.way == "none":
+        return []
+    size, elements = update.chunk_elements, update.elements
+    return [encoded_bytes(update.values, min(size, elements - first)) for first in range(0, elements, size)]
+
+
+def _with_body(update: Update, chunks: tuple[Tensor, ...], taken: tuple[int, Tensor] | None) -> Update:
+    return replace(update, chunks=chunks, slice=taken)

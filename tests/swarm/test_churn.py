@@ -1,0 +1,28 @@
+"""Members die and are replaced all the time: the swarm goes on training as if they did not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.kit.churn import Churn, compare
+from tests.kit.swarm import Host
+
+pytestmark = [pytest.mark.e2e, pytest.mark.fault]
+
+CALM_S, CHURN_S, KILL_EVERY_S = 20.0, 60.0, 10.0
+
+
+def test_a_swarm_whose_members_die_and_are_replaced_trains_on(host: Host, tmp_path: Path) -> None:
+    churn = Churn(host, tmp_path, stages=3, replicas=3)
+    churn.make_run()
+    calm = churn.soak("calm", CALM_S)
+    churned = churn.soak("churn", CHURN_S, KILL_EVERY_S)
+    result = compare(churned, calm)
+    print(json.dumps(result, indent=2))
+    assert not result["problems"], "\n".join([*result["problems"], churned.report])
+    assert len(churned.kills) >= 4
+    newcomers = [name for name in churned.joined if "new" in name]
+    assert newcomers, f"no replacement ever worked\n{churned.report}"
