@@ -33,6 +33,7 @@ LEAST, MOST = 0.96, 1.01
 START_BURST_BYTES = 1 << 20
 """Of each neighbour, beyond the cap."""
 PING_LINE_MBPS, PING_RTT_MS, PING_MARGIN_MS = 50.0, 50.0, 20.0
+HOME_LINE_MBPS = (5.0, 50.0)
 ANSWER_S = 120.0
 CAPPED, OTHERS = 0, 1
 """The hosts."""
@@ -150,25 +151,30 @@ def start_burst(samples: list[Sample], direction: Direction, mbps: float) -> flo
     )
 
 
-def rate_case(bed: Bed, direction: Direction, mbps: float, neighbours: int, seconds: float) -> dict[str, Any]:
-    """One direction at one rate."""
-    bed.meet(neighbours, *((mbps, None) if direction == "up" else (None, mbps)))
-    sender = bed.capped if direction == "up" else bed.others
-    before = bed.capped.counters()
-    sender.ask("flood", kind="forward", frame_bytes=1 << 20)
-    samples = [before, *watch(bed.capped, WARM_UP_S + WINDOW_S + seconds)]
-    shares = window_shares(samples, direction, mbps)
-    figures = (bed.others if direction == "up" else bed.capped).ask("figures")
+def rate_case(
+    bed: Bed, up: float | None, down: float | None, neighbours: int, seconds: float
+) -> dict[str, Any]:
+    """Caps in Mbit/s, all bulk streams busy in every direction that has one."""
+    caps: dict[Direction, float] = {k: v for k, v in (("up", up), ("down", down)) if v is not None}  # type: ignore[misc]
+    bed.meet(neighbours, up, down)
+    samples = [bed.capped.counters()]
+    for direction in caps:
+        sender = bed.capped if direction == "up" else bed.others
+        sender.ask("flood", kind="forward", frame_bytes=1 << 20)
+    samples += watch(bed.capped, WARM_UP_S + WINDOW_S + seconds)
+    figures = [figure for worker in bed.workers for figure in worker.ask("figures")]
     bed.close()
-    received = [n for figure in figures for n in figure["received"].values()]
-    burst = start_burst(samples, direction, mbps) / neighbours
+    shares = {way: window_shares(samples, way, mbps) for way, mbps in caps.items()}
+    burst = start_burst(samples, "down", down) / neighbours if down is not None else 0.0
     return {
-        "case": f"{direction} {mbps:g} Mbit/s, {neighbours} flows",
-        "least_percent": round(100 * min(shares), 2),
-        "most_percent": round(100 * max(shares), 2),
+        "case": ", ".join(f"{way} {mbps:g} Mbit/s" for way, mbps in caps.items())
+        + f", {neighbours} neighbours",
+        "least_percent": {way: round(100 * min(found), 2) for way, found in shares.items()},
+        "most_percent": {way: round(100 * max(found), 2) for way, found in shares.items()},
         "start_burst_bytes_per_neighbour": round(burst),
-        "frames_by_neighbour": received,
-        "passes": min(shares) >= LEAST and max(shares) <= MOST and burst <= START_BURST_BYTES,
+        "frames_by_neighbour": [n for figure in figures for n in figure["received"].values()],
+        "passes": all(min(found) >= LEAST and max(found) <= MOST for found in shares.values())
+        and burst <= START_BURST_BYTES,
     }
 
 
@@ -181,7 +187,6 @@ def ping_case(bed: Bed, direction: Direction, cap_mbps: float, seconds: float) -
     bed.capped.tell("ping", seconds=seconds)
     samples = watch(bed.capped, seconds)
     times = sorted(bed.capped.answer())
-    print(bed.capped.ask("figures"), file=sys.stderr)
     bed.close()
     limit = 2 * PING_RTT_MS + PING_MARGIN_MS
     nbytes = getattr(samples[-1], direction) - getattr(samples[0], direction)
@@ -204,13 +209,15 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="one rate and short measurements")
     parser.add_argument("--rates", type=float, nargs="*", default=[5, 20, 50, 200], help="Mbit/s")
-    parser.add_argument("--flows", type=int, nargs="+", default=[1, 8], help="neighbours at once")
+    parser.add_argument(
+        "--neighbours", type=int, nargs="+", default=[1, 8], help="senders or receivers at once"
+    )
     parser.add_argument("--directions", nargs="+", choices=("up", "down"), default=("up", "down"))
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement, after warm-up")
     parser.add_argument("--no-ping", action="store_true", help="rates only")
     options = parser.parse_args()
     if options.quick:
-        options.rates, options.flows, options.seconds = [20], [1, 8], 3.0
+        options.rates, options.neighbours, options.seconds = [20], [1, 8], 3.0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cases: list[dict[str, Any]] = []
     line = Host(PING_LINE_MBPS, PING_LINE_MBPS, PING_RTT_MS / 2)
@@ -221,9 +228,14 @@ def main() -> int:
                 bed.wait()
             for mbps in options.rates:
                 for direction in options.directions:
-                    for flows in options.flows:
-                        cases.append(rate_case(beds[0], direction, mbps, flows, options.seconds))
+                    caps = (mbps, None) if direction == "up" else (None, mbps)
+                    for neighbours in options.neighbours:
+                        cases.append(rate_case(beds[0], *caps, neighbours, options.seconds))
                         print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
+            if options.rates and len(options.directions) == 2:
+                # A home line: what comes down costs acknowledgements that go up.
+                cases.append(rate_case(beds[0], *HOME_LINE_MBPS, 1, options.seconds))
+                print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
             for direction in () if options.no_ping else options.directions:
                 cases.append(ping_case(beds[1], direction, PING_LINE_MBPS, max(5.0, options.seconds)))
                 print(json.dumps(cases[-1]), file=sys.stderr, flush=True)

@@ -132,8 +132,6 @@ class Worker:
                 "down_bytes": peer.traffic.total("down"),
                 "up_waited_s": [peer.traffic.upload.waiting_s(p) for p in range(5)],
                 "received": peer.received,
-                "windows": [link._given._window for link in peer.links.open_links()],
-                "rtts": [link._given._least_rtt_s for link in peer.links.open_links()],
             }
             for peer in self.peers
         ]

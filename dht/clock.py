@@ -17,6 +17,10 @@ MAX_CLOCK_OFFSET_S = 60.0
 """A machine whose clock differs from the swarm's by more than this is refused, with the figure."""
 
 
+WARN_CLOCK_OFFSET_S = 3.0
+"""From here on the user is told: the machine's clock is wrong for other programs, too."""
+
+
 class ClockSkewError(RuntimeError):
     """The local clock is further from the swarm's than `MAX_CLOCK_OFFSET_S`."""
 

@@ -28,7 +28,7 @@ from hivemind.proto import dht_pb2
 
 from dht.acquaintances import Acquaintances
 from dht.addresses import Address, AddressError, parse_address, parse_peer_id
-from dht.clock import SwarmClock
+from dht.clock import WARN_CLOCK_OFFSET_S, SwarmClock
 from dht.dial import DialError, connect_peer
 from dht.identity import Identity
 from dht.node import CALL_TIMEOUT_S, create_node
@@ -329,8 +329,11 @@ class Noticeboard:
         differences = [difference for difference in answers if difference is not None]
         before = self.clock.offset_s
         offset = self.clock.correct(differences)
-        if abs(offset) > 2.0 and abs(offset - before) > 0.5:
-            logger.warning("this machine's clock is off by %.1f s against the swarm; corrected here", -offset)
+        if abs(offset) > WARN_CLOCK_OFFSET_S and abs(offset - before) > 0.5:
+            behind = "behind" if offset > 0 else "ahead of"
+            logger.warning(
+                "this machine's clock is %.1f s %s the swarm's: taken into account", abs(offset), behind
+            )
         return len(differences)
 
     async def _ping(self, peer_id: str) -> float | None:

@@ -39,6 +39,18 @@ from swarm.gradient.values import ValueFormat
 from swarm.sketch import SKETCH_TOLERANCE, sketch_distance, slice_span
 
 logger = logging.getLogger("swarm_peer.rounds")
+ROUND_KINDS = frozenset(
+    {
+        Kind.ARRIVE,
+        Kind.GROUP,
+        Kind.PART,
+        Kind.AVERAGE,
+        Kind.SLICE,
+        Kind.DIGEST,
+        Kind.FAILED,
+        Kind.COMMIT,
+    }
+)
 EARLY_GROUPS = 4
 EARLY_BYTES = 256 * 1024 * 1024
 EARLY_FRAMES = 4096
@@ -144,9 +156,11 @@ class Averaging:
         """A replica's link is up."""
         self.run(self.core.on_peer_up(peer, time.monotonic()))
 
-    def on_peer_lost(self, peer: str) -> None:
-        """A replica is lost."""
+    def on_peer_lost(self, peer: str, *, has_resigned: bool) -> None:
+        """A replica is lost. has_resigned: whoever comes back under its name has no vote."""
         self.run(self.core.on_peer_lost(peer, time.monotonic()))
+        if has_resigned:
+            self.run(self.core.on_resigned(peer, time.monotonic()))
 
     def tick(self) -> None:
         """Time passes."""

@@ -44,6 +44,8 @@ __all__ = ["CatchUp", "CatchUpError", "LineageError", "RestoreError", "UpdateMis
 logger = logging.getLogger("swarm_peer.catchup")
 STATE_BYTES_PER_WEIGHT = 16
 """Most bytes of a snapshot per weight: fp32 weight and two moments are 12."""
+VERSIONS_TRIED = 4
+"""Versions of donors that are tried, from the newest on, before the initial state is taken."""
 STATE_HEAD_BYTES = 64 * 1024 * 1024
 
 
@@ -136,10 +138,10 @@ class CatchUp:
         """
         run_id = self._manifest.run_id
         own = await asyncio.to_thread(self._store.versions, self._stage, run_id) if use_own else []
-        offered = {version for versions in donors.values() for version in versions}
-        for version in sorted({*own, *offered, 0}, reverse=True):
-            if version > limit_version:
-                continue
+        offered = sorted({v for versions in donors.values() for v in versions if v <= limit_version})
+        own = [version for version in own if version <= limit_version]
+        # Not all that donors name: each may cost a minute of waiting, and they may name what they like.
+        for version in sorted({*own, *offered[-VERSIONS_TRIED:], 0}, reverse=True):
             try:
                 lineage = await self.restore(version, donors, use_own=use_own)
             except RestoreError as error:

@@ -1,12 +1,10 @@
 """Checkpoints of one stage on disk: complete or absent, hashed, the newest few kept.
 
-A checkpoint is a safetensors file `<run>-stage-<s>-version-<v>.safetensors`. Its metadata holds one JSON
-object, `checkpoint`: format, run id, stage, version, the caller's own `meta`, and a sha256 over the whole file
-with the digits of the hash itself written as zeros. It is written tensor by tensor, so that a stage's state is
-never held twice, to a temporary file that takes its name only when everything is on the disk. A file that
-fails its hash is set aside as `.corrupt`, said aloud and counted, and the one before it is taken. Beside the
-newest few of the versions at which all replicas keep one, a single other one is kept: what a peer saved when it
-left, or when it began anew.
+A checkpoint is a file `<run>-stage-<s>-version-<v>.safetensors` (`checkpoint_file`). It is written tensor by
+tensor, so that a stage's state is never held twice, to a temporary file that takes its name only when
+everything is on the disk. A file that fails its hash is set aside as `.corrupt`, said aloud and counted, and
+the one before it is taken. Beside the newest few of the versions at which all replicas keep one, a single other
+one is kept: what a peer saved when it left, or when it began anew.
 """
 
 from __future__ import annotations
@@ -53,6 +51,8 @@ R = TypeVar("R")
 RUN_CHARACTERS = 16
 """Characters of the run id in a file name; the whole id stands in the file."""
 SWEEP_AGE_S = 60.0
+PARTIAL_AGE_S = 24 * 3600.0
+"""A half fetched snapshot that nobody has gone on with for so long is removed."""
 _ABANDONED = ".abandoned"
 _NAME = re.compile(
     r"^(?P<run>[0-9A-Za-z]{1,16})-stage-(?P<stage>\d{1,6})-version-(?P<version>\d{1,12})\.safetensors$"
@@ -239,10 +239,12 @@ class CheckpointStore:
         )
 
     def _sweep(self) -> None:
-        """Remove temporary files whose writers were killed; those being written are locked."""
-        for path in self.directory.glob(".*.safetensors.*.tmp"):
+        """Remove what killed writers and forgotten fetches left; what is being written is locked."""
+        old = [(path, SWEEP_AGE_S) for path in self.directory.glob(".*.safetensors.*.tmp")]
+        old += [(path, PARTIAL_AGE_S) for path in self.directory.glob("*-version-*.partial")]
+        for path, age_s in old:
             with suppress(OSError), path.open("rb") as file:
-                if time.time() - path.stat().st_mtime < SWEEP_AGE_S:
+                if time.time() - path.stat().st_mtime < age_s:
                     continue  # perhaps just opened, and not locked yet
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

@@ -6,7 +6,7 @@ theirs up. So a capped peer tells a window in its HELLO, and every byte that has
 is given back in CREDIT frames: neighbours send exactly as fast as the bucket lets bytes through, and what
 arrives before the bucket has spoken is bounded by the window.
 
-The window begins at 50 ms of the line (64 KiB to 1 MiB: what a neighbour can send before it knows how busy the
+The window begins at 50 ms of the line (64 to 384 KiB: what a neighbour can send before it knows how busy the
 line is), and grows towards what the link's round trip needs for as long as bytes find the bucket free. Reads are
 paced all the same: a neighbour that does not keep to its credit fills its own streams' buffers.
 """
@@ -21,8 +21,9 @@ from peers.shaper import Shaper
 WINDOW_CEILING_BYTES = 8 * MIB
 ROUND_TRIP_MARGIN_S = 0.05
 """What a window holds beyond the round trip: credit that is being collected, timers, busy loops."""
-CREDITS_PER_WINDOW = 8
+CREDITS_PER_WINDOW = 16
 """CREDIT frames in which a window is given back."""
+PIECE_S = 0.005
 LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 8 * KIB, 64 * KIB
 MOST_CREDIT_BYTES = 1 << 40
 """More is never useful, whatever the other side says."""
@@ -70,6 +71,11 @@ class GivenCredit:
     def __init__(self, shaper: Shaper) -> None:
         self._shaper = shaper
         self._window = shaper.window_bytes
+        self.piece_bytes = shaper.piece_bytes
+        """What should be read at once, and is given back at once."""
+        if self._window is not None:
+            piece = int(shaper.rate_bytes_per_s * PIECE_S)
+            self.piece_bytes = min(max(piece, LEAST_PIECE_BYTES), shaper.piece_bytes)
         self._owed = 0
         self._least_rtt_s = float("inf")
 
@@ -83,18 +89,23 @@ class GivenCredit:
         self._owed += nbytes
         if rtt_s is not None:
             self._least_rtt_s = min(self._least_rtt_s, rtt_s)  # a later one may hold the queue we make
-        if not has_waited and self._least_rtt_s < float("inf"):
-            self._grow(nbytes)
-        if self._owed < min(self._window // CREDITS_PER_WINDOW, self._shaper.piece_bytes):
+            self._resize(nbytes, has_waited)
+        if self._owed < self.piece_bytes:
             return 0
         given, self._owed = min(self._owed, LIMITS.payload_bytes), 0
         return given
 
-    def _grow(self, nbytes: int) -> None:
-        """The line was free, so perhaps the window is what holds the neighbour back: give a quarter more."""
-        assert self._window is not None
-        enough = self._shaper.rate_bytes_per_s * (self._least_rtt_s + ROUND_TRIP_MARGIN_S)
-        growth = min(nbytes // 4, int(min(enough, WINDOW_CEILING_BYTES)) - self._window)
-        if growth > 0:
-            self._window += growth
-            self._owed += growth
+    def _resize(self, nbytes: int, has_waited: bool) -> None:
+        """Bring the window nearer to what the round trip needs, by giving more or less than has passed."""
+        first, window = self._shaper.window_bytes, self._window
+        if first is None or window is None:
+            return
+        needed = int(self._shaper.rate_bytes_per_s * (self._least_rtt_s + ROUND_TRIP_MARGIN_S))
+        wanted = max(first, min(needed, WINDOW_CEILING_BYTES))
+        change = 0
+        if window > wanted:  # an earlier, longer round trip had a queue in it: that queue is ours
+            change = -min(nbytes // 8, window - wanted)
+        elif not has_waited:  # the line was free, so perhaps the window is what holds the neighbour back
+            change = self._shaper.widen(min(nbytes // 4, wanted - window))
+        self._window = window + change
+        self._owed += change

@@ -16,7 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonErro
 from peers.fileserver import CHUNK_DEADLINE_FACTOR, HANDLER, NO_STAGE, Refused
 from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
-from peers.streams import PatientGate, read_frame, write_frame
+from peers.streams import PatientValve, read_frame, write_frame
 from peers.traffic import Traffic
 
 _TRANSIENT_REFUSALS = {Refused.BUSY, Refused.MISSING}
@@ -68,18 +68,18 @@ class FetchStream:
         self._writer, self._idle_s = writer, idle_s
         traffic = traffic or Traffic()
         self._requests = traffic.lane("up", NO_STAGE, is_bulk=False)
-        self._answers = PatientGate(traffic.lane("down", NO_STAGE, is_bulk=True))
+        self._answers = PatientValve(traffic.lane("down", NO_STAGE, is_bulk=True))
 
     async def ask(self, want: str, run_id: str, **more: Any) -> None:
         """Send a request."""
         frame = Frame(Kind.FETCH, {"protocol": PROTOCOL_VERSION, "want": want, "run": run_id, **more})
         async with asyncio.timeout(self._idle_s):
-            await write_frame(self._writer, frame, gate=self._requests)
+            await write_frame(self._writer, frame, valve=self._requests)
 
     async def chunk(self, index: int) -> Frame:
         """The next CHUNK. Raises HolderError if the holder refuses, FrameError for anything unexpected."""
         async with self._answers.deadline(CHUNK_DEADLINE_FACTOR * self._idle_s):
-            frame, _ = await read_frame(self._reader, LIMITS.transfer_chunk_bytes, gate=self._answers)
+            frame, _ = await read_frame(self._reader, LIMITS.transfer_chunk_bytes, valve=self._answers)
         if frame.kind is Kind.REFUSED:
             raise _refusal(frame)
         if frame.kind is not Kind.CHUNK or need(frame.header, "index", int) != index:

@@ -28,7 +28,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
-from peers.streams import PatientGate, read_frame, write_frame
+from peers.streams import PatientValve, read_frame, write_frame
 from peers.traffic import Traffic
 from swarm.manifest import ARTIFACT_CHUNK_BYTES, Artifact, RunManifest
 
@@ -109,12 +109,12 @@ class _Answers:
 
     def __init__(self, writer: asyncio.StreamWriter, traffic: Traffic) -> None:
         self._writer = writer
-        self._gate = PatientGate(traffic.lane("up", NO_STAGE, is_bulk=True))
+        self._valve = PatientValve(traffic.lane("up", NO_STAGE, is_bulk=True))
 
     async def write(self, frame: Frame) -> None:
         """Write a frame. Raises TimeoutError if the other side does not take it."""
-        async with self._gate.deadline(CHUNK_DEADLINE_FACTOR * LIMITS.fetch_idle_s):
-            await write_frame(self._writer, frame, gate=self._gate)
+        async with self._valve.deadline(CHUNK_DEADLINE_FACTOR * LIMITS.fetch_idle_s):
+            await write_frame(self._writer, frame, valve=self._valve)
 
 
 def snapshot_name(version: int, stage: int) -> str:
@@ -209,7 +209,7 @@ class FileServer:
                 await self._turn_away(reader, writer, answers, Refused.BUSY, "too many streams are open")
             while not is_full:
                 async with asyncio.timeout(LIMITS.fetch_idle_s):
-                    frame, _ = await read_frame(reader, 0, gate=requests)
+                    frame, _ = await read_frame(reader, 0, valve=requests)
                 try:
                     await self._answer(frame, answers)
                 except _RefusalError as refusal:

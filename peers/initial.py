@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
+from dht.addresses import parse_peer_id
 from dht.dial import DialResult, describe_results, dial_all
 from peers.config import UserError
+from peers.fileserver import HANDLER
+from peers.limits import LIMITS
 
 logger = logging.getLogger("swarm_peer.initial")
 
@@ -20,6 +24,8 @@ DIAL_S = 15.0
 GRACE_S = 3.0
 """Once one address is good, the others have this long to show what they are."""
 RETRY_S = 2.0
+SERVING_S = 10.0
+"""From a peer's first answer to its serving the run's files."""
 HOPELESS = ("malformed", "self", "wrong_peer_id")
 """Causes that no waiting mends."""
 
@@ -65,14 +71,14 @@ async def dial_initial_peers(
 
 async def _dial_once(p2p: P2P, addresses: Sequence[str], deadline_s: float) -> list[DialResult]:
     """One result per address. The slow ones are not waited for once one is good."""
-    tasks = [asyncio.create_task(dial_all(p2p, [address], deadline_s)) for address in addresses]
+    tasks = [asyncio.create_task(_dial(p2p, address, deadline_s)) for address in addresses]
     pending = set(tasks)
     stop_at: float | None = None
     try:
         while pending and (stop_at is None or time.monotonic() < stop_at):
             timeout = None if stop_at is None else stop_at - time.monotonic()
             done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if stop_at is None and any(task.result()[0].ok for task in done):
+            if stop_at is None and any(task.result().ok for task in done):
                 stop_at = time.monotonic() + GRACE_S
     finally:
         for task in pending:
@@ -80,6 +86,28 @@ async def _dial_once(p2p: P2P, addresses: Sequence[str], deadline_s: float) -> l
         await asyncio.gather(*pending, return_exceptions=True)
     silent = DialResult("", False, "timeout", f"no answer within {GRACE_S:.0f} s of the first good one")
     return [
-        replace(silent, address=address) if task.cancelled() else task.result()[0]
+        replace(silent, address=address) if task.cancelled() else task.result()
         for address, task in zip(addresses, tasks, strict=True)
     ]
+
+
+async def _dial(p2p: P2P, address: str, deadline_s: float) -> DialResult:
+    """One address. A peer that answers may be starting: its daemon listens a moment before it serves anything."""
+    (result,) = await dial_all(p2p, [address], deadline_s)
+    give_up = time.monotonic() + SERVING_S
+    while result.ok and not await _serves(p2p, address.rpartition("/")[2]):
+        if time.monotonic() > give_up:
+            detail = "a libp2p peer answers, but it serves no run: is this the address of a peer of the run?"
+            return replace(result, ok=False, cause="handshake", detail=detail)
+        await asyncio.sleep(SERVING_S / 20)
+    return result
+
+
+async def _serves(p2p: P2P, peer: str) -> bool:
+    try:
+        async with asyncio.timeout(LIMITS.dial_s):
+            _, _, writer = await p2p.call_binary_stream_handler(parse_peer_id(peer), HANDLER)
+    except (P2PDaemonError, OSError, EOFError, TimeoutError):
+        return False
+    writer.close()
+    return True

@@ -131,6 +131,8 @@ class Limits:
     """...up to this."""
     ask_again_s: float = 0.25
     """Between two questions who holds a key, while somebody who may hold it has not answered."""
+    ready_s: float = 2.0
+    """From a link that is up again to READY; a peer of the next stage that says nothing has stopped working."""
     forward_s: float = 60.0
     """A FORWARD that is neither accepted nor refused counts as on its way so long."""
     stall_warning_s: float = 30.0

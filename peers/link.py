@@ -21,7 +21,7 @@ from peers.credit import GivenCredit, SendCredit
 from peers.frames import BULK_PRIORITY, Frame, FrameError, Kind, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
 from peers.offences import Offences
-from peers.streams import Gate, Stream, read_frame, write_frame
+from peers.streams import Stream, Valve, read_frame, write_frame
 from peers.traffic import Lane, Traffic
 
 __all__ = ["Hello", "Link", "OnFrame", "Stream", "read_frame", "write_frame"]
@@ -53,7 +53,7 @@ class Hello:
         }
 
 
-class _BulkGate:
+class _SendValve:
     """What pieces of bulk pass on their way out: the neighbour's credit, then the peer's own line.
 
     waiting_since: since when the neighbour has taken nothing that was ready for it, None while that is not so.
@@ -65,11 +65,11 @@ class _BulkGate:
 
     @property
     def piece_bytes(self) -> int:
-        """See `peers.streams.Gate`."""
+        """See `peers.streams.Valve`."""
         return min(self._lane.piece_bytes, self._credit.piece_bytes)
 
     async def passes(self, kind: Kind, nbytes: int) -> None:
-        """See `peers.streams.Gate`."""
+        """See `peers.streams.Valve`."""
         self.waiting_since = time.monotonic()
         await self._credit.wait()
         self._credit.spend(nbytes)
@@ -78,7 +78,7 @@ class _BulkGate:
         self.waiting_since = time.monotonic()  # for the transport to take it
 
     def has_passed(self, kind: Kind) -> None:
-        """See `peers.streams.Gate`."""
+        """See `peers.streams.Valve`."""
         self.waiting_since = None
         self._lane.has_passed(kind)
 
@@ -87,20 +87,20 @@ class _BulkGate:
         self._lane.promote(priority)
 
 
-class _ReadGate:
+class _ReceiveValve:
     """What pieces of bulk pass on their way in: the peer's own line, which gives the neighbour new credit."""
 
-    def __init__(self, lane: Lane, gives: Callable[[int, bool], None]) -> None:
+    def __init__(self, lane: Lane, read_piece_bytes: int, gives: Callable[[int, bool], None]) -> None:
         self._lane, self._gives = lane, gives
-        self.piece_bytes = lane.piece_bytes
+        self.piece_bytes = read_piece_bytes
 
     async def passes(self, kind: Kind, nbytes: int) -> None:
-        """See `peers.streams.Gate`."""
+        """See `peers.streams.Valve`."""
         has_waited = await self._lane.passes(kind, nbytes)
         self._gives(nbytes, has_waited)
 
     def has_passed(self, kind: Kind) -> None:
-        """See `peers.streams.Gate`."""
+        """See `peers.streams.Valve`."""
         self._lane.has_passed(kind)
 
 
@@ -127,7 +127,7 @@ class Link:
         self._given = GivenCredit(traffic.download)
         self._control_out = traffic.lane("up", hello.stage, is_bulk=False)
         self._bulk_out = [
-            _BulkGate(traffic.lane("up", hello.stage, is_bulk=True), self._credit) for _ in streams[1:]
+            _SendValve(traffic.lane("up", hello.stage, is_bulk=True), self._credit) for _ in streams[1:]
         ]
         self.offences = Offences()
         self.has_offended = False
@@ -167,8 +167,8 @@ class Link:
         """Move frames until the link closes; always returns, with every task it started ended."""
         tasks = [asyncio.create_task(self._write_control()), asyncio.create_task(self._heartbeat())]
         tasks += [
-            asyncio.create_task(self._write_bulk(stream, gate))
-            for stream, gate in zip(self._streams[1:], self._bulk_out, strict=True)
+            asyncio.create_task(self._write_bulk(stream, valve))
+            for stream, valve in zip(self._streams[1:], self._bulk_out, strict=True)
         ]
         tasks += [
             asyncio.create_task(self._read(stream, number)) for number, stream in enumerate(self._streams)
@@ -190,23 +190,23 @@ class Link:
             self._control.put_nowait(frame)
         else:
             self._bulk.put_nowait((priority, next(self._order), frame, written))
-            for gate in self._bulk_out:
-                gate.promote(priority)
+            for valve in self._bulk_out:
+                valve.promote(priority)
 
     async def _write_control(self) -> None:
         while True:
             await self._write(self._streams[0], self._control_out, await self._control.get(), None)
 
-    async def _write_bulk(self, stream: Stream, gate: _BulkGate) -> None:
+    async def _write_bulk(self, stream: Stream, valve: _SendValve) -> None:
         while True:
             _, _, frame, written = await self._bulk.get()
-            await self._write(stream, gate, frame, written)
+            await self._write(stream, valve, frame, written)
 
     async def _write(
-        self, stream: Stream, gate: Gate, frame: Frame, written: asyncio.Future[None] | None
+        self, stream: Stream, valve: Valve, frame: Frame, written: asyncio.Future[None] | None
     ) -> None:
         try:
-            await write_frame(stream.writer, frame, gate=gate)
+            await write_frame(stream.writer, frame, valve=valve)
         except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a transport that is closing
             self.close(f"write failed: {error or type(error).__name__}")
             return
@@ -215,11 +215,11 @@ class Link:
 
     async def _read(self, stream: Stream, number: int) -> None:
         lane = self._traffic.lane("down", self.hello.stage, is_bulk=number > 0)
-        gate: Gate = _ReadGate(lane, self._give) if number > 0 else lane
+        valve: Valve = _ReceiveValve(lane, self._given.piece_bytes, self._give) if number > 0 else lane
         while self.is_open:
             limit = LIMITS.control_payload_bytes if number == 0 else self.payload_limit
             try:
-                frame, _ = await read_frame(stream.reader, limit, gate=gate)
+                frame, _ = await read_frame(stream.reader, limit, valve=valve)
             except (asyncio.IncompleteReadError, OSError) as error:
                 self.close(f"disconnected ({type(error).__name__})")
                 return
@@ -279,6 +279,6 @@ class Link:
             now = time.monotonic()
             if (silence := now - self.last_heard) > LIMITS.heartbeat_missing_s:
                 self.close(f"silent for {silence:.0f} s")
-            since = [gate.waiting_since for gate in self._bulk_out if gate.waiting_since is not None]
+            since = [valve.waiting_since for valve in self._bulk_out if valve.waiting_since is not None]
             if since and (stalled := now - min(since)) > LIMITS.bulk_stall_s:
                 self.close(f"takes no bulk for {stalled:.0f} s")

@@ -41,6 +41,9 @@ class View(Protocol):
     def waiting(self) -> list[str]:
         """Other peers of this stage that are online and do not train."""
 
+    def knows(self, peer: str, stage: int) -> bool:
+        """Whether a live record says that this peer holds this stage."""
+
 
 class MembershipOwner(Protocol):
     """Who holds the state machines of the stage."""
@@ -299,7 +302,11 @@ class Membership:
         step = await self._neighbour_step()
         if step is None:
             return
-        version, lineage = self._held or await self._catchup.newest(step, self._donors())
+        gone = (
+            self._view.claimants()
+        )  # those who trained this stage are gone: nobody waits for their snapshots
+        donors = {peer: versions for peer, versions in self._donors().items() if peer not in gone}
+        version, lineage = self._held or await self._catchup.newest(step, donors)
         lineage = hashlib.sha256(f"{lineage}/refill/{step}/{self._links.me}".encode()).hexdigest()[:32]
         self.refills += 1
         lost = (

@@ -21,8 +21,16 @@ class Progress:
     step_times: list[float] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)
 
-    def finished_step(self, now: float, tokens: int) -> None:
-        """A step was applied."""
+    def finished_step(
+        self, now: float, tokens: int, loss: tuple[float, int], norm: float | None, lost: int
+    ) -> None:
+        """A step was applied. loss: sum of token losses and loss tokens of the own ledger; norm: of the average;
+        lost: microbatches that the commit lists as lost."""
+        loss_sum, loss_tokens = loss
+        if loss_tokens:
+            self.loss = loss_sum / loss_tokens
+        self.gradient_norm = norm
+        self.lost += lost
         self.step += 1
         self.tokens_done += tokens
         self.step_times = [*self.step_times, now][-SPEED_STEPS - 1 :]

@@ -74,6 +74,11 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfence:
+    """This peer leads, was fenced, and nobody else takes the keys that are missing: it works on the step again."""
+
+
+@dataclass(frozen=True, slots=True)
 class AskMissing:
     """Ask the stage before for these keys: no ledger has them."""
 
@@ -118,6 +123,7 @@ Action = (
     | Apply
     | AskGone
     | Fence
+    | Unfence
     | AskMissing
     | OutOfStep
     | Dropped

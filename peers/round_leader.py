@@ -6,7 +6,7 @@ from collections import Counter
 
 from peers.frames import Kind
 from peers.limits import LIMITS
-from peers.round_actions import Action, AskGone, AskMissing, Dropped, Fence, OutOfStep, Phase, Send
+from peers.round_actions import Action, AskGone, AskMissing, Dropped, Fence, OutOfStep, Phase, Send, Unfence
 from peers.round_attempt import RoundAttempt
 from peers.round_ballots import is_available, unfinished
 from peers.round_ledgers import cover
@@ -142,8 +142,13 @@ class RoundLeader(RoundAttempt):
             is_due = now - self._missing_asked >= MISSING_AGAIN_S
         if not is_due:
             return []
+        actions: list[Action] = []
+        if self._is_fenced and self._missing_asked is not None:
+            # It was set aside by a leader that is gone, and so may be everybody else who is left.
+            self._is_fenced = False
+            actions = [Unfence()]
         self._missing_asked = now
-        return [AskMissing(keys)]
+        return [*actions, AskMissing(keys)]
 
     # -- the attempt -------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class RoundState:
         self._excluded: set[str] = set()
         self._stepped_down: set[str] = set()
         self._fenced: dict[str, tuple[float, str]] = {}
+        self._is_fenced = False
         self._ready_at: float | None = None
         self._lead_since: float | None = None
         self._entered_at = 0.0

@@ -27,6 +27,7 @@ from peers.round_actions import (
     Phase,
     Replan,
     Send,
+    Unfence,
 )
 from peers.round_leader import RoundLeader
 from peers.round_messages import Arrival, Commit, CompactKey, Digest, Failure, Group, Held
@@ -50,6 +51,7 @@ __all__ = [
     "Replan",
     "RoundCore",
     "Send",
+    "Unfence",
 ]
 
 ASKS_AHEAD = 5
@@ -72,7 +74,7 @@ class RoundCore(RoundLeader):
                 actions = self._quit("key", now)
             # Others may have known this plan before: their reports stand, those under another are void.
             self._plan, self._plan_keys, self._mine, self._ready_at = plan, keys, None, None
-            self._missing_since = None
+            self._missing_since, self._is_fenced = None, False
         return actions + self._form(now)
 
     def on_ready(self, arrival: Arrival, now: float) -> list[Action]:
@@ -88,7 +90,7 @@ class RoundCore(RoundLeader):
         """This peer's ledger under the plan does not count: nothing is reported before the next `on_ready`."""
         if self.is_out or plan != self._plan or self.phase is Phase.APPLYING:
             return []
-        self._mine = None
+        self._mine, self._is_fenced = None, True
         return self._quit("key", now) if self.phase is Phase.EXCHANGING else []
 
     # -- messages ----------------------------------------------------------------------------------------
@@ -266,8 +268,12 @@ class RoundCore(RoundLeader):
             return [Send(peer, Kind.COMMIT, self._decided)] if is_due else []
         if not self._is_known(peer):
             return self._answer(peer, now)
-        fenced = self._fenced.get(peer)
-        again: list[Action] = [Fence(peer, fenced[1])] if fenced is not None and self.is_leader else []
+        again: list[Action] = []
+        if (fenced := self._fenced.get(peer)) is not None and self.is_leader:
+            again.append(Fence(peer, fenced[1]))
+        if self.last_commit is not None and self.last_commit.plan:
+            # Two leaders may have committed the step before, each with a plan: all have to know the later one.
+            again += self._remind(peer)
         if group is None or peer not in group.members:
             return [*again, *self._report(now)]
         if group.leader == self.me:

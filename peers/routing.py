@@ -64,6 +64,11 @@ class Router(Generic[K]):
         """The peer takes no more work of this plan."""
         self._fences.setdefault(plan, set()).add(peer)
 
+    def lift_fences_of(self, peer: str) -> None:
+        """The peer says that it works again."""
+        for peers in self._fences.values():
+            peers.discard(peer)
+
     def is_fenced(self, peer: str, plan: str) -> bool:
         """Whether the peer takes no work of this plan."""
         return peer in self._fences.get(plan, ())

@@ -15,19 +15,23 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from peers.limits import KIB, LIMITS, MIB
+from peers.limits import KIB, LIMITS
 from peers.shaping import PRIORITIES, Flow, Request, Schedule, TokenBucket
 
 PAYLOAD_SHARE = 0.94
 """Part of the volunteer's figure that frames may use. Headers of Ethernet, IP and TCP take 4.4% of the line, noise,
 yamux and half-filled packets 0.3% to 0.6%; a hundredth is left for the noticeboard, and so that the queue of a line
 that is no faster than the figure drains."""
+ANSWER_SHARE = 0.022
+"""Bytes of acknowledgements for every byte received: one small packet for two full ones."""
 BURST_S = 0.02
 """Saved up by an idle line: a timer that fires late loses nothing, and a ping waits no longer than this."""
 PIECE_BYTES = 64 * KIB
 WINDOW_S = 0.05
 """What a neighbour may have sent that has not passed the download shaper, in seconds of the whole line."""
-WINDOW_LEAST_BYTES, WINDOW_MOST_BYTES = 64 * KIB, 1 * MIB
+WINDOW_LEAST_BYTES, WINDOW_MOST_BYTES = 64 * KIB, 384 * KIB
+GROWTH_S, GROWTH_PER_S = 0.1, 0.005
+"""All windows together may grow by 0.1 s of the line, and by half a percent of it every second."""
 
 
 class Shaper:
@@ -43,11 +47,15 @@ class Shaper:
         """Seconds that requests have waited, by priority."""
         self._clock = clock
         self._schedule: Schedule | None = None
+        self._growth: TokenBucket | None = None
+        self._answers: TokenBucket | None = None
         self._granted: dict[Request, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         if limit_mbps is not None:
             rate = self.rate_bytes_per_s
             self._schedule = Schedule(TokenBucket(rate, rate * BURST_S, clock()))
+            self._growth = TokenBucket(rate * GROWTH_PER_S, rate * GROWTH_S, clock())
+            self._answers = TokenBucket(rate / 2, rate / 2, clock())
             self.piece_bytes = max(1, min(PIECE_BYTES, int(rate * BURST_S)))
             self.window_bytes = min(max(int(rate * WINDOW_S), WINDOW_LEAST_BYTES), WINDOW_MOST_BYTES)
 
@@ -65,6 +73,15 @@ class Shaper:
         """Bytes that pass without waiting: the others wait for them."""
         if self._schedule is not None:
             self._schedule.bucket.take(nbytes, self._clock())
+
+    def charge_answers(self, nbytes: int) -> None:
+        """The other direction carried these bytes: their acknowledgements pass here, and take half the line at most."""
+        if self._schedule is None or self._answers is None:
+            return
+        now = self._clock()
+        cost = min(nbytes * ANSWER_SHARE, max(0.0, self._answers.level(now)))
+        self._answers.take(cost, now)
+        self._schedule.bucket.take(cost, now)
 
     async def take(self, flow: Flow, priority: int, nbytes: int) -> bool:
         """Wait until the flow's turn has come; returns whether it had to. Cancelled, it has taken nothing."""
@@ -92,6 +109,15 @@ class Shaper:
         """Something urgent waits behind this flow: what it waits for now gets at least this priority."""
         if self._schedule is not None:
             self._schedule.promote(flow, priority)
+
+    def widen(self, nbytes: int) -> int:
+        """By how much of this a neighbour's window may grow now: what all of them gain comes on top of the rate."""
+        if self._growth is None:
+            return 0
+        now = self._clock()
+        granted = max(0, min(nbytes, int(self._growth.level(now))))
+        self._growth.take(granted, now)
+        return granted
 
     def waiting_s(self, priority: int) -> float:
         """Seconds waited so far in a priority, those that still wait included."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from bisect import insort
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from peers.metrics import Metrics
 from peers.update_log import UpdateLog
 from swarm.manifest import RunManifest
 
-logger = logging.getLogger("swarm_peer.snapshots")
 SAVING = 2
 """States that wait for the disk, each a whole copy in memory; the next one is then not kept."""
 LOOKS = 5
@@ -69,9 +67,11 @@ class Snapshots:
         self._checking = asyncio.create_task(self._offer_found())
 
     async def checked(self) -> None:
-        """Wait until all that was found at the start is offered (or set aside)."""
+        """Wait until all that was on the disk at the start is offered or refused. Await it before saying what this
+        peer can serve: a swarm that starts again chooses its version by that.
+        """
         if self._checking is not None:
-            await asyncio.shield(self._checking)
+            await asyncio.wait([self._checking])
 
     def take(self, version: int, lineage: str = "") -> None:
         """Keep the state as it is now, after `version` steps, without waiting for the disk."""
@@ -176,15 +176,16 @@ class Snapshots:
         run_id = self._manifest.run_id
         versions = await asyncio.to_thread(self._store.versions, self._stage, run_id)
         for version in reversed(versions):
-            try:
-                info = await asyncio.to_thread(self._store.verify, self._stage, run_id, version)
-            except CheckpointError as error:
-                self._note(f"warning: {error}")
-                continue
-            self.report_damaged()
-            if info is None or version in self.served:
-                continue
-            if why := self.refuses(info):
-                logger.warning("checkpoint of version %d is not offered: %s", version, why)
-                continue
-            self.adopt(self._store.path(version, self._stage, run_id), version, lineage_of(info))
+            async with self._order:
+                try:
+                    info = await asyncio.to_thread(self._store.verify, self._stage, run_id, version)
+                except CheckpointError as error:
+                    self._note(f"warning: {error}")
+                    continue
+                self.report_damaged()
+                if info is None or version in self.served:
+                    continue
+                if why := self.refuses(info):
+                    self._note(f"warning: the checkpoint of version {version} cannot be used: {why}")
+                    continue
+                self.adopt(self._store.path(version, self._stage, run_id), version, lineage_of(info))

@@ -66,6 +66,7 @@ class StageWorker:
         self._dataset = dataset
         self._tasks = tasks
         self._on_ledger, self._on_slot_done, self._on_give_up = on_ledger, on_slot_done, on_give_up
+        self._ready: dict[str, Link] = {}
         self.codec_bytes = {"forward": 0, "gradient": 0, "ids": 0, "tokens": 0, "dense_positions": 0}
         injector.testify(self._testimony)
 
@@ -119,6 +120,28 @@ class StageWorker:
         else:
             reason = need(frame.header, "reason", str)[:40]
             self.run(self.core.on_refused(link.peer, key, reason, now))
+
+    def on_ready(self, link: Link) -> None:
+        """READY of a peer of the next stage: it works, and what it owes is repeated on this link.
+
+        Nothing is sent to it on a link before its READY: READY repeats all, and of two copies of a microbatch one
+        could be refused for lack of room, and go elsewhere, while the other is accepted.
+        """
+        if self._ready.get(link.peer) is link and link.peer in self.core.router.peers:
+            self.core.router.lift_fences_of(link.peer)
+            return
+        self._ready[link.peer] = link
+        self.run(self.core.on_peer_up(link.peer, time.monotonic()))
+
+    def on_link_up(self, link: Link) -> None:
+        """The link to a peer of the next stage that was at work stands again: it says READY soon, or never."""
+        if link.peer in self.core.router.peers and link.peer in self._ready:
+            self._tasks.create_task(self._expect_ready(link))
+
+    async def _expect_ready(self, link: Link) -> None:
+        await asyncio.sleep(LIMITS.ready_s)
+        if self._links.get(link.peer) is link and self._ready.get(link.peer) is not link:
+            self.run(self.core.on_peer_lost(link.peer, time.monotonic()))
 
     # -- orders of the trainer ---------------------------------------------------------------------------
 
@@ -230,6 +253,8 @@ class StageWorker:
         link, codec = self._links.get(peer), self._boundaries.outgoing
         if link is None or codec is None:
             return  # the loss of the peer is on its way, and the entry with it
+        if self._ready.get(peer, link) is not link:
+            return  # the peer has not said READY on its new link
         work_: Work = entry.work
         batch = self._form.pack(work_.batch)
         payload = pack_tensors(entry.outgoing.values())

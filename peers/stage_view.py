@@ -26,6 +26,11 @@ class StageView:
         """Other peers of this stage that are online and do not train."""
         return [peer for peer, record in self._others() if record.state == "online" and not record.training]
 
+    def knows(self, peer: str, stage: int) -> bool:
+        """Whether a live record says that this peer holds this stage."""
+        record = self._board.view().get(peer)
+        return record is not None and record.stage == stage and record.state == "online"
+
     def _others(self) -> Iterator[tuple[str, PeerRecord]]:
         for peer, record in self._board.view().items():
             if peer != self._me and record.stage == self._stage:

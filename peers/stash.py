@@ -17,8 +17,8 @@ class Stash:
         self._frames: list[tuple[Link, MicrobatchKey, Frame]] = []
 
     def add(self, link: Link, key: MicrobatchKey, frame: Frame) -> bool:
-        """Keep a frame; False if there is no room for it. A repeat replaces what it repeats."""
-        self._frames = [entry for entry in self._frames if entry[1] != key]
+        """Keep a frame; False if there is no room for it. A repeat of the same peer replaces what it repeats."""
+        self._frames = [entry for entry in self._frames if (entry[0].peer, entry[1]) != (link.peer, key)]
         of_link = sum(1 for other, _, _ in self._frames if other is link)
         if len(self._frames) >= LIMITS.early_frames or of_link >= LIMITS.in_flight:
             return False
@@ -34,7 +34,3 @@ class Stash:
         frames, self._frames = self._frames, []
         for link, _, frame in frames:
             yield link, frame
-
-    def clear(self) -> None:
-        """Forget what waits."""
-        self._frames.clear()

@@ -18,13 +18,13 @@ from peers.limits import LIMITS
 from peers.link import Link
 from peers.links import Links
 from peers.planning import PlanBook, make_plan
+from peers.recovery import Recovery
 from peers.round_messages import Arrival, Commit, CompactKey, compact
 from peers.run_files import RunFiles
 from peers.stage import StageWorker, parse_key
 from peers.stash import Stash
 from peers.step_ends import StepEnds
 from peers.watch import names
-from peers.work_messages import Missing
 from swarm.manifest import RunManifest
 from swarm.plan import Plan
 
@@ -53,10 +53,10 @@ class Steps:
         self.is_in = False
         self._is_alone = False
         self._links, self._files, self._tasks, self._is_voting = links, files, tasks, is_voting
-        self._fenced: set[str] = set()
         self.assignments = Assignments(self.me, links, self._run_slot)
         self.worker: StageWorker
         self.averaging: Averaging
+        self.recovery: Recovery
 
     @property
     def version(self) -> int:
@@ -72,13 +72,15 @@ class Steps:
             self._tasks.create_task(self._plan_alone(step))
 
     def suspend(self) -> None:
-        """This peer takes no more part."""
+        """This peer takes no more part: what waits here looks elsewhere."""
         self.is_in = False
-        self.stash.clear()
+        self.recovery.clear()
+        for link, frame in self.stash.take():
+            link.post(Kind.REFUSED, {"key": frame.header.get("key"), "reason": "resync"})
 
     def on_applied(self, commit: Commit, before: Plan | None) -> None:
         """A step is applied; `before` was its plan. The next step's plan is taken up."""
-        self._fenced.clear()
+        self.recovery.clear()
         if before is not None:
             self.ends.forget(before.step - 1)
         if self.version >= self.manifest.total_steps:
@@ -88,21 +90,13 @@ class Steps:
         elif (known := self.plans.of_step(self.version)) is not None:
             self._adopt(known)
 
-    def fence_source(self, peer: str) -> None:
-        """A source is fenced: the lead source gives its slots to others."""
-        self._fenced.add(peer)
-        self.reassign()
-
     def ask_missing(self, keys: tuple[CompactKey, ...]) -> None:
         """The ledgers of this stage's members leave keys out: whoever kept them sends them again."""
         plan = self.worker.core.plan
-        if plan is None:
-            return
-        if self.stage == 0:
-            self.assignments.recover(plan, self.averaging.core.present, self._fenced)
-            return
-        for link in self._links.open_links(self.stage - 1):
-            link.post(Kind.MISSING, Missing(plan.digest(), keys).header())
+        if plan is not None and self.stage == 0:
+            self.assignments.recover(plan, self.averaging.core.present, self.recovery.fenced)
+        else:
+            self.recovery.ask(keys)
 
     # -- plans -----------------------------------------------------------------------------------------------
 
@@ -167,10 +161,11 @@ class Steps:
             self.worker.assign(plan, slot, is_replay)
 
     def reassign(self) -> None:
-        """The lead source gives the slots of lost and fenced sources to others."""
+        """A replica is lost or fenced: the lead source gives its slots to others."""
+        self.recovery.look()
         plan, rounds = self.worker.core.plan, self.averaging.core
         if self.stage == 0 and plan is not None and rounds.leader == self.me:
-            self.assignments.reassign(plan, rounds.present, self._fenced)
+            self.assignments.reassign(plan, rounds.present, self.recovery.fenced)
 
     def on_slot_done(self, slot: int) -> None:
         """All gradients of a slot of this source have come back."""
@@ -200,7 +195,7 @@ class Steps:
                 compact(ledger),
                 sum(ledger.values()),
                 lineage=self.averaging.core.lineage,
-                lost=compact(core.lost),
+                lost=tuple(sorted({*compact(core.lost), *self.recovery.lost})),
                 sketch=self.averaging.sketch,
             )
         )

@@ -12,7 +12,7 @@ from peers.frames import PREFIX, Frame, FrameError, Kind, decode_header
 from peers.limits import LIMITS, Limits
 
 
-class Gate(Protocol):
+class Valve(Protocol):
     """What pieces of frames pass, one way: a `peers.traffic.Lane`, or a link's own around it."""
 
     @property
@@ -35,7 +35,7 @@ class Stream:
 
 
 async def read_frame(
-    reader: asyncio.StreamReader, payload_limit: int, limits: Limits = LIMITS, gate: Gate | None = None
+    reader: asyncio.StreamReader, payload_limit: int, limits: Limits = LIMITS, valve: Valve | None = None
 ) -> tuple[Frame, int]:
     """Read one frame; returns it and its size on the wire.
 
@@ -51,21 +51,21 @@ async def read_frame(
     patience_s = limits.frame_s + (header_bytes + payload_bytes) / limits.frame_floor_bytes_per_s
     try:
         async with asyncio.timeout(patience_s):
-            frame = await _read_rest(reader, header_bytes, payload_bytes, limits, gate)
+            frame = await _read_rest(reader, header_bytes, payload_bytes, limits, valve)
     except TimeoutError as error:
         raise FrameError("slow", f"a frame took longer than {patience_s:.0f} s") from error
     return frame, PREFIX.size + header_bytes + payload_bytes
 
 
 async def _read_rest(
-    reader: asyncio.StreamReader, header_bytes: int, payload_bytes: int, limits: Limits, gate: Gate | None
+    reader: asyncio.StreamReader, header_bytes: int, payload_bytes: int, limits: Limits, valve: Valve | None
 ) -> Frame:
     """What follows the prefix of a frame."""
     kind, header = decode_header(await reader.readexactly(header_bytes))
     frame = Frame(kind, header)
-    if gate is not None:
-        await gate.passes(kind, PREFIX.size + header_bytes)
-    piece_bytes = limits.read_chunk_bytes if gate is None else gate.piece_bytes
+    if valve is not None:
+        await valve.passes(kind, PREFIX.size + header_bytes)
+    piece_bytes = limits.read_chunk_bytes if valve is None else valve.piece_bytes
     if payload_bytes:
         buffer = bytearray(payload_bytes)
         view = memoryview(buffer)
@@ -76,28 +76,28 @@ async def _read_rest(
                 raise asyncio.IncompleteReadError(b"", payload_bytes - filled)
             view[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
-            if gate is not None:
-                await gate.passes(kind, len(chunk))
+            if valve is not None:
+                await valve.passes(kind, len(chunk))
         frame.payload = (view,)
-    if gate is not None:
-        gate.has_passed(kind)
+    if valve is not None:
+        valve.has_passed(kind)
     return frame
 
 
 async def write_frame(
-    writer: asyncio.StreamWriter, frame: Frame, limits: Limits = LIMITS, gate: Gate | None = None
+    writer: asyncio.StreamWriter, frame: Frame, limits: Limits = LIMITS, valve: Valve | None = None
 ) -> int:
-    """Write one frame in pieces, waiting for gate and transport between them; returns its size on the wire."""
+    """Write one frame in pieces, waiting for valve and transport between them; returns its size on the wire."""
     total = 0
-    for nbytes, parts in pieces(frame, limits.write_chunk_bytes if gate is None else gate.piece_bytes):
-        if gate is not None:
-            await gate.passes(frame.kind, nbytes)
+    for nbytes, parts in pieces(frame, limits.write_chunk_bytes if valve is None else valve.piece_bytes):
+        if valve is not None:
+            await valve.passes(frame.kind, nbytes)
         for part in parts:
             writer.write(part)
         await writer.drain()
         total += nbytes
-    if gate is not None:
-        gate.has_passed(frame.kind)
+    if valve is not None:
+        valve.has_passed(frame.kind)
     return total
 
 
@@ -119,19 +119,19 @@ def pieces(frame: Frame, piece_bytes: int) -> Iterator[tuple[int, list[bytes | m
     yield nbytes, parts
 
 
-class PatientGate:
-    """A gate for one request after another: what our own line makes us wait is not held against the other side.
+class PatientValve:
+    """A valve for one request after another: what our own line makes us wait is not held against the other side.
 
     lane: the stream's lane. Waits outside of `deadline` are not timed.
     """
 
-    def __init__(self, lane: Gate) -> None:
+    def __init__(self, lane: Valve) -> None:
         self._lane = lane
         self._timeout: asyncio.Timeout | None = None
 
     @property
     def piece_bytes(self) -> int:
-        """See `Gate`."""
+        """See `Valve`."""
         return self._lane.piece_bytes
 
     @asynccontextmanager
@@ -145,7 +145,7 @@ class PatientGate:
                 self._timeout = None
 
     async def passes(self, kind: Kind, nbytes: int) -> None:
-        """See `Gate`."""
+        """See `Valve`."""
         timeout, loop = self._timeout, asyncio.get_running_loop()
         if timeout is None or (due := timeout.when()) is None:
             await self._lane.passes(kind, nbytes)
@@ -156,5 +156,5 @@ class PatientGate:
         timeout.reschedule(loop.time() + left)
 
     def has_passed(self, kind: Kind) -> None:
-        """See `Gate`."""
+        """See `Valve`."""
         self._lane.has_passed(kind)

@@ -80,6 +80,7 @@ class Lane:
     def __init__(self, traffic: Traffic, direction: Direction, stage: int, *, is_bulk: bool) -> None:
         self._traffic, self._direction, self._stage = traffic, direction, stage
         self._shaper = traffic.shaper(direction)
+        self._opposite = traffic.shaper("down" if direction == "up" else "up")
         self._flow = Flow() if is_bulk else None
         self.piece_bytes = self._shaper.piece_bytes
         """Largest piece that should pass at once."""
@@ -90,6 +91,7 @@ class Lane:
         if self._flow is None:
             self._shaper.charge(nbytes)
         else:
+            self._opposite.charge_answers(nbytes)
             has_waited = await self._shaper.take(self._flow, BULK_PRIORITY.get(kind, Priority.STATE), nbytes)
         self._traffic.count(self._direction, kind, self._stage, nbytes, frames=0)
         return has_waited

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from peers import start
 from peers.answers import Answers
-from peers.averaging import Averaging
+from peers.averaging import ROUND_KINDS, Averaging
 from peers.catchup import CatchUp
 from peers.compute import Boundaries, StageCompute
 from peers.engine import Engine
 from peers.frames import Frame, FrameError, Kind, need, need_count
+from peers.gate import Gate
 from peers.joining import LINEAGE_CHARACTERS, Standing, Status
 from peers.limits import LIMITS
 from peers.link import Link
@@ -27,6 +28,7 @@ from peers.membership import Membership, View
 from peers.payloads import BatchFormat
 from peers.progress import Progress
 from peers.questions import Questions
+from peers.recovery import Recovery
 from peers.round_messages import MAX_STEP, Commit, CompactKey, compact, parse_commit
 from peers.rounds import RoundCore
 from peers.run_files import RunFiles
@@ -34,23 +36,12 @@ from peers.stage import StageWorker
 from peers.starting import Held, Starter
 from peers.steps import Steps
 from peers.update_log import UpdateLog
-from peers.watch import LedgerTrace, StallWatch, names
+from peers.watch import LedgerTrace, StallWatch
 from peers.work_messages import Fence, Missing, parse_fence, parse_missing
 from swarm.manifest import RunManifest
 from swarm.plan import MAX_SLOTS, MicrobatchKey, Plan
 
 logger = logging.getLogger("swarm_peer.trainer")
-
-ROUND_KINDS = (
-    Kind.ARRIVE,
-    Kind.GROUP,
-    Kind.PART,
-    Kind.AVERAGE,
-    Kind.SLICE,
-    Kind.DIGEST,
-    Kind.FAILED,
-    Kind.COMMIT,
-)
 
 
 class NotInRunError(Exception):
@@ -95,6 +86,7 @@ class Trainer:
             is_voting=lambda: self.is_voting,
         )
         self._on_snapshot, self._note = on_snapshot, note
+        self._gate = Gate(lambda: self.starter.core.started, view.knows)
         self._trace = LedgerTrace(trace_ledger, stage, self.me)
         self._stall = StallWatch(stage, self.stages, links, note)
         self.worker = StageWorker(
@@ -132,7 +124,18 @@ class Trainer:
             run_id=manifest.run_id,
             owner=self,
         )
+        self.recovery = Recovery(
+            stage=stage,
+            links=links,
+            questions=self._questions,
+            worker=self.worker,
+            averaging=self.averaging,
+            tasks=tasks,
+            note=note,
+            on_change=self.steps.check_ready,
+        )
         self.steps.worker, self.steps.averaging = self.worker, self.averaging
+        self.steps.recovery = self.recovery
         self.membership = Membership(
             stage=stage,
             stages=self.stages,
@@ -186,6 +189,8 @@ class Trainer:
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         """A frame of a neighbour. Raises FrameError for one the protocol does not allow."""
+        if not self._gate.admits(link, frame):
+            return
         if frame.kind in ROUND_KINDS:
             self._on_round_frame(link, frame)
             return
@@ -216,7 +221,7 @@ class Trainer:
                     self.starter.on_frame(link, frame)
             case Kind.READY:
                 if link.hello.stage == self.stage + 1:
-                    self.worker.run(self.worker.core.on_peer_up(link.peer, time.monotonic()))
+                    self.worker.on_ready(link)
             case Kind.FENCE:
                 self._on_fence(link, parse_fence(frame.header))
             case Kind.MISSING:
@@ -238,13 +243,13 @@ class Trainer:
         if link.hello.stage == self.stage and self.steps.is_in:
             self.averaging.on_peer_up(link.peer)
 
-    def on_lost(self, peer: str, stage: int) -> None:
-        """A neighbour is lost."""
+    def on_lost(self, peer: str, stage: int, *, has_resigned: bool = False) -> None:
+        """A neighbour is lost. has_resigned: it said goodbye, or is another start of the same identity."""
         self._questions.on_peer_lost(peer)
         if stage == self.stage + 1:
             self.worker.run(self.worker.core.on_peer_lost(peer, time.monotonic()))
         elif stage == self.stage and self.steps.is_in:
-            self.averaging.on_peer_lost(peer)
+            self.averaging.on_peer_lost(peer, has_resigned=has_resigned)
             self.steps.reassign()
 
     def tick(self, held: Held, *, may_start: bool = True) -> None:
@@ -257,6 +262,9 @@ class Trainer:
             if may_start:
                 self.starter.tick(now, held)
             self.membership.look_around(now)
+        for link in self._gate.newly_known():
+            if link.hello.stage == self.stage + 1:
+                self.worker.on_ready(link)
         if not self.steps.is_in:
             return
         self.worker.run(self.worker.core.route(now))
@@ -288,14 +296,10 @@ class Trainer:
         plan, core = self.worker.core.plan, self.worker.core
         digest = plan.digest() if plan is not None else ""
         all_keys = compact(plan.keys()) if plan is not None else ()
-        loss_sum, loss_tokens = core.loss
-        self._trace.write(commit, digest, compact(core.ledger), all_keys, (loss_sum, loss_tokens))
-        if loss_tokens:
-            self.progress.loss = loss_sum / loss_tokens
-        self.progress.gradient_norm = norm
+        self._trace.write(commit, digest, compact(core.ledger), all_keys, core.loss)
         samples = sum(len(slot.samples) for slot in plan.slots) if plan is not None else 0
-        self.progress.finished_step(time.monotonic(), samples * self.manifest.data.sequence_length)
-        self.progress.lost += len(commit.lost)
+        tokens = samples * self.manifest.data.sequence_length
+        self.progress.finished_step(time.monotonic(), tokens, core.loss, norm, len(commit.lost))
         self._stall.moved()
         self.worker.run(core.on_commit(commit.step, time.monotonic()))
         if self.manifest.keeps_snapshot(commit.step) or core.version == self.manifest.total_steps:
@@ -332,18 +336,8 @@ class Trainer:
 
     def fence(self, peer: str, reason: str) -> None:
         """See RoundsOwner."""
-        plan = self.worker.core.plan
-        if plan is None:
-            return
-        fence = Fence(plan.digest(), peer, reason)
-        logger.warning("%s is fenced in step %d: %s", names([peer])[0], plan.step, reason)
-        for link in self._links.open_links():
-            if link.peer == peer or link.hello.stage == self.stage - 1:
-                link.post(Kind.FENCE, fence.header())
-        if peer == self.me:
-            self._on_fenced(fence)
-        if self.stage == 0:
-            self.steps.fence_source(peer)
+        self.recovery.fence(peer, reason)
+        self.steps.reassign()
 
     def ask_missing(self, keys: tuple[CompactKey, ...]) -> None:
         """See RoundsOwner."""
@@ -434,22 +428,11 @@ class Trainer:
             self.worker.run(core.on_fenced(fence.peer, fence.plan, time.monotonic()))
         elif link.hello.stage != self.stage or link.peer not in self.averaging.core.roster:
             raise FrameError("stage", f"FENCE from stage {link.hello.stage}")
-        elif fence.peer == self.me and self.steps.is_in:
-            self._on_fenced(fence)
-        elif self.stage == 0 and self.steps.is_in:
-            self.steps.fence_source(fence.peer)
-
-    def _on_fenced(self, fence: Fence) -> None:
-        """This peer's ledger of the step is void: it arrives empty, and others do its part again."""
-        now, plan = time.monotonic(), self.worker.core.plan
-        if plan is None or plan.digest() != fence.plan:
-            return
-        self._note(f"fenced in step {self.version} ({fence.reason[:20]}): others redo this peer's part")
-        self.averaging.run(self.averaging.core.fence(fence.plan, now))
-        self.worker.run(self.worker.core.fence(fence.plan, now))
-        for link in self._links.open_links(self.stage - 1):
-            link.post(Kind.FENCE, Fence(fence.plan, self.me, fence.reason).header())
-        self.steps.check_ready()
+        elif self.steps.is_in:
+            self.recovery.fenced.add(fence.peer)
+            if fence.peer == self.me:
+                self.recovery.on_fenced(fence)
+            self.steps.reassign()
 
     def _on_missing(self, link: Link, missing: Missing) -> None:
         if link.hello.stage != self.stage + 1:

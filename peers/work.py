@@ -171,6 +171,10 @@ class WorkCore:
         held_back = [self._early.pop(key) for key in list(self._early) if key.plan == plan]
         return [ClearAccumulator(), *_refuse(dropped + held_back, "fenced")]
 
+    def unfence(self) -> None:
+        """Nobody who is not fenced is left: this peer works again, with an empty ledger. It must say READY."""
+        self.is_fenced = False
+
     def assign(
         self, slot: int, works: Iterable[tuple[MicrobatchKey, Any]], is_replay: bool, now: float
     ) -> list[Action]:

@@ -169,6 +169,7 @@ class Onward:
     def on_peer_up(self, peer: str, now: float) -> list[Action]:
         """A peer of the next stage is ready (again): what it owes is repeated."""
         self.router.add(peer)
+        self.router.lift_fences_of(peer)  # if it is fenced still, it refuses, and is avoided again
         # Replays of what this peer has done already are owed too, until they are answered.
         outstanding = self.router.owed_by(peer)
         owed = [

@@ -126,7 +126,7 @@ class World:
     def __init__(self, folder: Path, **options: Any) -> None:
         """options: of the run, see `tests.kit.tiny.make_run`."""
         self.folder = folder
-        self.runner: asyncio.Runner
+        self.loop: asyncio.AbstractEventLoop
         self.seed: Peer
         self.peers: dict[str, Peer] = {}
         self._hostiles: list[P2P] = []
@@ -134,8 +134,8 @@ class World:
         self._options = {"replicas": 1, "steps": 100_000, **options}
 
     def run(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float = 60.0) -> Any:
-        """Run a test's scenario in the swarm's loop."""
-        return self.runner.run(asyncio.wait_for(coroutine, deadline_s))
+        """Run a test's scenario in the swarm's loop, which goes on by itself between two of them."""
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, deadline_s), self.loop).result()
 
     async def start(
         self,
@@ -267,22 +267,26 @@ def rss() -> int:
 
 
 @contextmanager
-def running_world(tmp_path_factory: pytest.TempPathFactory, **options: Any) -> Iterator[World]:
+def running_world(
+    tmp_path_factory: pytest.TempPathFactory, run: dict[str, Any] | None = None, **options: Any
+) -> Iterator[World]:
     """A world that trains; every process of it is gone afterwards."""
     run_folder = tmp_path_factory.mktemp("world")
     patch = pytest.MonkeyPatch()
-    with (
-        tempfile.TemporaryDirectory(prefix="sp-") as directory,  # short: it will hold sockets
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    with tempfile.TemporaryDirectory(prefix="sp-") as directory:  # short: it will hold sockets
         patch.setattr("tempfile.tempdir", directory)
-        world = World(run_folder)
-        world.runner = runner
-        runner.run(world.start(**options))
+        world = World(run_folder, **(run or {}))
+        world.loop = uvloop.new_event_loop()
+        thread = threading.Thread(target=world.loop.run_forever)
+        thread.start()
         try:
+            world.run(world.start(**options), 120)
             yield world
         finally:
-            runner.run(world.close())
+            world.run(world.close())
+            world.loop.call_soon_threadsafe(world.loop.stop)
+            thread.join()
+            world.loop.close()
             patch.undo()
     children = own_children()
     assert [child for child in children if child.status() != psutil.STATUS_ZOMBIE] == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from peers import work_items as items
+from peers.limits import LIMITS
 from peers.work_items import Phase
 from swarm.plan import MicrobatchKey
 from tests.kit.simulation import Network, Simulation
@@ -48,6 +49,7 @@ class Pipeline:
         self.fences: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
         self.emptied: set[int] = set()
         self.may_lose = may_lose
+        self.may_double = any(kind not in ("kill", "restart") for kind, _ in troubles)
         self.has_moved = True
         """Whether a peer has gone to another step, or out of the count, since somebody looked."""
         self._rounds: dict[int, tuple[int, frozenset[str]]] = {}
@@ -95,7 +97,6 @@ class Pipeline:
     def void(self, stage: int, step: int) -> None:
         """A stage that lost all its peers does a step again that it had committed."""
         self.committed.pop((stage, step), None)
-        self.emptied.add(stage)
         self._rounds.pop(stage, None)
         if stage == 0:
             self._sources.pop(step, None)
@@ -130,9 +131,14 @@ class Pipeline:
         if not names:
             return
         other = self.peers[self.sim.random.choice(names)]
+        self.break_link(peer, other)
+        self.sim.after(self.sim.random.choice([0.0, self.longest_break_s]), self.mend, peer, other)
+
+    def break_link(self, peer: Peer, other: Peer) -> None:
+        """The link to a peer of the next stage is down until `mend`."""
         self.network.flap(peer.name, other.name)
         self.network.broken.add(frozenset((peer.name, other.name)))
-        self.sim.after(self.sim.random.choice([0.0, self.longest_break_s]), self.mend, peer, other)
+        peer.ready.discard(other.name)
 
     def mend(self, peer: Peer, other: Peer) -> None:
         """A link to a peer of the next stage, or between replicas, is up (again)."""
@@ -149,8 +155,10 @@ class Pipeline:
 
     def _up(self, peer: Peer, name: str) -> None:
         other = self.peers[name]
-        if other.is_member and other.stage == peer.stage + 1:
-            other.send(peer.name, "ready")
+        if other.stage == peer.stage + 1:
+            if other.is_member:
+                other.send(peer.name, "ready")
+            self.sim.after(LIMITS.ready_s, peer.expect_ready, other)
 
     # -- rounds: a stage commits once its settled ledgers partition the plan -----------------------------
 
@@ -169,6 +177,9 @@ class Pipeline:
             return
         if (stage, version) in self.committed:
             return
+        if {peer.name for peer in members} <= self.fences[stage, version]:
+            self.fences[stage, version].discard(members[0].name)  # otherwise nobody is left to work
+            members[0].unfence()
         leader, digest = members[0], plan_of(version, self.slots).digest()
         for peer in members:
             if peer.name in self.fences[stage, version] and not peer.core.is_fenced:
@@ -182,6 +193,7 @@ class Pipeline:
         held = Counter(key for peer in members for key in peer.core.ledger)
         for key, count in held.items():
             if count > 1:
+                assert self.may_double, self.story(f"stage {stage} holds {key} twice")
                 doubled = [peer for peer in members if key in peer.core.ledger]
                 self.fences[stage, version].add(self.sim.random.choice(doubled).name)
                 return

@@ -111,6 +111,9 @@ class Member:
                     sim.note(f"{self.name} fences {peer}: {reason}")
                     assert peer != self.name
                     world.fence(self, peer)
+                case rounds.Unfence():
+                    self.is_fenced = False
+                    world.unfence(self)
                 case rounds.AskMissing(keys):
                     sim.note(f"{self.name} misses {keys}")
                     world.replay_missing(self, keys)
@@ -245,6 +248,7 @@ class Member:
         """Out of step: fetch what others have, then follow."""
         self.clear()
         sim = self.world.sim
+        sim.after(sim.random.uniform(0.1, 1.0), self.world.replay, self.name)  # it refuses what it was sent
         sim.after(sim.random.choice([0.1, 1.0, 5.0]), self.catch_up, self.catching_up)
         if isinstance(action, rounds.Dropped) and self.name in action.commit.followers:
             self.come_along(action.commit)

@@ -49,8 +49,7 @@ def _lose_falsely(pipeline: Pipeline, peer: Peer) -> None:
     if not names:
         return
     other = pipeline.peers[pipeline.sim.random.choice(names)]
-    pipeline.network.flap(peer.name, other.name)
-    pipeline.network.broken.add(frozenset((peer.name, other.name)))
+    pipeline.break_link(peer, other)
     pipeline.sim.after(0.5, lambda: None if peer.is_dead else peer.on_link_lost(other))
     pipeline.sim.after(pipeline.sim.random.uniform(0.6, 5.0), pipeline.mend, peer, other)
 
@@ -80,6 +79,7 @@ def _enter_empty(pipeline: Pipeline, peer: Peer) -> None:
     """Go on at the step at which this stage's work is due."""
     beside = pipeline.members(peer.stage - 1) if peer.stage > 0 else pipeline.members(1)
     version = max((p.core.version for p in beside), default=0)
+    pipeline.emptied.add(peer.stage)
     for step in range(max(0, version), STEPS):
         pipeline.void(peer.stage, step)
     peer.enter(max(0, version))

@@ -57,6 +57,8 @@ class Peer:
         self.questions: dict[int, tuple[Entry, set[str]]] = {}
         self.denied: defaultdict[int, set[str]] = defaultdict(set)
         self.lost: set[str] = set()
+        self.ready: set[str] = set()
+        """Peers of the next stage that have said READY on the link that stands."""
         self.computing = 0
         self.is_member = True
         """Whether it votes and works; not while it re-synchronises."""
@@ -107,8 +109,10 @@ class Peer:
                     self._compute(self._forward_done, entry)
                 case items.Backward(entry):
                     self._compute(self._backward_done, entry)
-                case items.SendForward(peer, entry):
+                case items.SendForward(peer, entry) if peer in self.ready:
                     self.send(peer, "forward", entry.key, entry.is_replay)
+                case items.SendForward():
+                    pass  # READY on the new link repeats it
                 case items.SendGradient(peer, entry):
                     assert entry.gradient is not None or self.stage == 0
                     self.send(peer, "gradient", entry.key, entry.loss_sum, entry.loss_tokens)
@@ -137,6 +141,10 @@ class Peer:
             case "accepted", (MicrobatchKey() as key, _):
                 self.core.on_accepted(source, key)
             case "ready", ():
+                if source in self.ready and source in self.core.router.peers:
+                    self.core.router.lift_fences_of(source)
+                    return
+                self.ready.add(source)
                 self.run(self.core.on_peer_up(source, self.now))
             case "fence", (str() as digest, str() as peer):
                 self.on_fence(digest, peer)
@@ -208,6 +216,13 @@ class Peer:
         self.lost.add(peer.name)
         self.on_link_lost(peer)
 
+    def expect_ready(self, other: Peer) -> None:
+        """A link has stood for a while: whoever did not say READY on it has stopped working."""
+        network = self.pipeline.network
+        is_broken = frozenset((self.name, other.name)) in network.broken
+        if not self.is_dead and not is_broken and other.name not in self.ready:
+            self.on_link_lost(other)
+
     def on_link_lost(self, peer: Peer) -> None:
         """As far as this peer can tell it is gone; it may live all the same."""
         for number, (entry, waiting) in list(self.questions.items()):
@@ -237,6 +252,12 @@ class Peer:
         self._take_step(is_new=True)
         for name in self.linked(self.stage - 1):
             self.send(name, "ready")
+
+    def unfence(self) -> None:
+        self.core.unfence()
+        for name in self.linked(self.stage - 1):
+            self.send(name, "ready")
+        self.reassign()
 
     def seal(self, step: int) -> None:
         if not self.is_dead and self.is_member:

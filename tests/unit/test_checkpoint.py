@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from peers.checkpoint import CheckpointError, CheckpointStore, read_checkpoint
+from peers.checkpoint import CheckpointError, CheckpointStore, lineage_of, read_checkpoint
 
 RUN = "ab" * 20
 META = {"run_id": RUN, "stage": 1}
@@ -176,3 +177,42 @@ def test_the_hash_is_over_the_whole_file(tmp_path: Path) -> None:
 
     blank = content.replace(info["sha256"].encode(), b"0" * 64)
     assert hashlib.sha256(blank).hexdigest() == info["sha256"]
+
+
+def test_a_fetch_that_nobody_went_on_with_is_swept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for name, age_s in (("old", 2 * 86_400), ("new", 60)):
+        path = tmp_path / f"{name}-stage-1-version-00000005.safetensors.partial"
+        path.write_bytes(b"half of it")
+        os.utime(path, (time.time() - age_s,) * 2)
+    CheckpointStore(store.directory)
+    assert [path.name[:3] for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_one_version_is_loaded_and_another_is_not_taken_for_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for version in (5, 10):
+        store.save(version, some_tensors(version), {**META, "lineage": f"after-{version}"})
+    loaded = store.load(1, RUN, 5)
+    assert loaded is not None
+    assert (loaded.version, loaded.lineage) == (5, "after-5")
+    assert store.load(1, RUN, 7) is None
+    assert store.load(0, RUN, 5) is None
+    info = store.verify(1, RUN, 10)
+    assert info is not None
+    assert lineage_of(info) == "after-10"
+    assert store.verify(1, RUN, 11) is None
+    store.path(5, 1, RUN).write_bytes(store.path(10, 1, RUN).read_bytes())
+    assert store.load(1, RUN, 5) is None  # whole, but another version
+    store.path(10, 1, RUN).write_bytes(b"")
+    assert store.verify(1, RUN, 10) is None
+    assert store.corrupt == len(store.damaged) == 1
+
+
+def test_beside_the_snapshots_one_other_version_is_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    kept = []
+    for version in (2, 3, 4, 5, 6, 8, 9, 11):
+        store.save(version, some_tensors(version), META, lambda version: version % 2 == 0)
+        kept.append(store.versions())
+    assert kept == [[2], [2, 3], [2, 3, 4], [2, 4, 5], [4, 5, 6], [6, 8], [6, 8, 9], [6, 8, 11]]
