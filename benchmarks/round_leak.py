@@ -32,7 +32,7 @@ from peers.exchange import Exchange
 from peers.frames import Frame
 from tests.hostile.world import Peer, World, rss, until
 
-REPLICAS = ("1a", "1b", "1c")
+REPLICAS = ("0a", "0b", "0c")
 MIB = 2**20
 SAMPLE_EVERY = 20
 """Rounds between two looks at the memory."""
@@ -113,8 +113,8 @@ async def measure(folder: Path, rounds: int, deadline_s: float, warm_up: int) ->
     Withholding.deadline_s = deadline_s
     peers.averaging.Exchange = Withholding  # type: ignore[misc]
     report, began = Report(), time.monotonic()
-    world = World(folder, steps=100_000, snapshot_every=100_000, samples_per_step=3)
-    await world.start(("0", *REPLICAS), microseconds_per_token=1.0, is_recording=False)
+    world = World(folder, replicas=3, steps=100_000, snapshot_every=100_000, samples_per_step=3)
+    await world.start(REPLICAS, microseconds_per_token=1.0, is_recording=False)
     watched = [world.peers[name] for name in REPLICAS]
     baseline: dict[str, int] = {}
     try:

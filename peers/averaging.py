@@ -36,6 +36,7 @@ from peers.round_messages import (
 from peers.update_log import UpdateLog
 from peers.updates import Update, alone_update, exchanged_update
 from swarm.gradient.values import ValueFormat
+from swarm.plan import seeded_order
 from swarm.sketch import SKETCH_TOLERANCE, sketch_distance, slice_span
 
 logger = logging.getLogger("swarm_peer.rounds")
@@ -51,6 +52,8 @@ ROUND_KINDS = frozenset(
         Kind.COMMIT,
     }
 )
+UPDATE_WRITERS = 2
+"""Members of a round that keep its update on disk: the files are identical, and large."""
 EARLY_GROUPS = 4
 EARLY_BYTES = 256 * 1024 * 1024
 EARLY_FRAMES = 4096
@@ -302,7 +305,9 @@ class Averaging:
         self._early.clear()
         self.outcomes["committed"] += 1
         self.seconds = time.monotonic() - self._began
-        self._updates.record(held[2])
+        writers = seeded_order(commit.roster, self.core.run_seed, self.core.stage, commit.step)
+        if self.core.me in writers[:UPDATE_WRITERS]:
+            self._updates.record(held[2])
         actions = self.core.on_applied(commit, time.monotonic())
         self._owner.on_applied(commit, norm)
         self.run(actions)

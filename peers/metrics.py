@@ -64,6 +64,8 @@ REFUSAL_REASONS = (
     "other",
 )
 """Labels of refused frames; a reason outside of them is counted as "other"."""
+WAITING = {"gradient": 1, "activation": 2, "averaging": 3, "state": 4}
+"""Label and number of every priority that waits in a shaper (`peers.frames.Priority`)."""
 LAG_INTERVAL_S = 0.5
 LAG_WINDOW_S = 60.0
 _ROUND_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
@@ -276,6 +278,27 @@ class _TrafficCollector(Collector):
         for reason, count in reasons.items():
             refused.add_metric((reason,), count)
         yield refused
+        yield from self._shapers()
+
+    def _shapers(self) -> Iterator[Metric]:
+        """What the caps are, and how long frames waited because of them."""
+        waits = CounterMetricFamily(
+            "swarm_peer_shaper_wait_seconds",
+            "Seconds that pieces of frames waited for their turn under a cap",
+            labels=["direction", "priority"],
+        )
+        cap = GaugeMetricFamily(
+            "swarm_peer_cap_bytes_per_second", "The volunteer's cap, if there is one", labels=["direction"]
+        )
+        directions: tuple[Direction, ...] = get_args(Direction)
+        for direction in directions:
+            shaper = self._traffic.shaper(direction)
+            for name, priority in WAITING.items():
+                waits.add_metric((direction, name), shaper.waiting_s(priority))
+            if shaper.limit_mbps is not None:
+                cap.add_metric((direction,), shaper.limit_mbps * 1e6 / 8)
+        yield waits
+        yield cap
 
 
 class _PeerCollector(Collector):

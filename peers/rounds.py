@@ -277,7 +277,8 @@ class RoundCore(RoundLeader):
         if group is None or peer not in group.members:
             return [*again, *self._report(now)]
         if group.leader == self.me:
-            return again if peer in self._digests else [*again, *self._fail_group("disconnected", now)]
+            has_all = peer in self._digests and self.phase is Phase.DIGESTED
+            return again if has_all else [*again, *self._fail_group("disconnected", now)]
         if self.phase is Phase.DIGESTED:
             return self._repeat_digest() if peer == group.leader else []
         return self._withdraw(group, now, "disconnected")

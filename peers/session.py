@@ -119,6 +119,8 @@ class Session:
                             addresses=self._addresses,
                         ).run(tasks)
                 except asyncio.CancelledError:
+                    if self.exit_reason == "done":  # nobody told it to leave: a task beside this one failed
+                        self.exit_reason = "failed"
                     raise
                 except BaseException:
                     self.exit_reason = "failed"

@@ -22,8 +22,8 @@ PAYLOAD_SHARE = 0.94
 """Part of the volunteer's figure that frames may use. Headers of Ethernet, IP and TCP take 4.4% of the line, noise,
 yamux and half-filled packets 0.3% to 0.6%; a hundredth is left for the noticeboard, and so that the queue of a line
 that is no faster than the figure drains."""
-ANSWER_SHARE = 0.022
-"""Bytes of acknowledgements for every byte received: one small packet for two full ones."""
+ANSWER_SHARE = 0.01
+"""Bytes of acknowledgements for every byte received, as measured: a small packet for every four or five full ones."""
 BURST_S = 0.02
 """Saved up by an idle line: a timer that fires late loses nothing, and a ping waits no longer than this."""
 PIECE_BYTES = 64 * KIB

@@ -233,7 +233,16 @@ def test_records_of_a_revived_seed_and_of_a_revived_peer_go_on(monkeypatch: pyte
                 await kill(hosts[number])
                 await revive_host(hosts[number])
                 await boards[number].reconnect()
-                await asyncio.sleep(4.0)  # longer than a record lives
+                await asyncio.sleep(3.5)  # longer than a record lives
                 await until(lambda: all(set(board.view()) == everyone for board in boards))
+            # With the seed gone for good, a daemon that knows nobody is helped by what its board remembers.
+            await kill(hosts[0])
+            await kill(hosts[1])
+            await revive_host(hosts[1])
+            await boards[1].reconnect()
+            rest = everyone - {str(hosts[0].peer_id)}
+            await until(lambda: all(set(board.view()) == rest for board in boards[1:]))
+            await asyncio.sleep(3.5)
+            await until(lambda: all(set(board.view()) == rest for board in boards[1:]))
 
     run(scenario())

@@ -35,9 +35,7 @@ class Member:
 
     def __init__(self, world: Stage, name: str, incarnation: int = 0) -> None:
         self.world, self.name, self.incarnation = world, name, incarnation
-        self.core = RoundCore(
-            run_id="run", run_seed=world.seed, stage=1, me=name, make_plan=self._make_plan
-        )
+        self.core = RoundCore(run_id="run", run_seed=world.seed, stage=1, me=name, make_plan=self._make_plan)
         self.applied: list[Applied] = []
         self.outs: list[rounds.Action] = []
         self.early: list[tuple[str, CompactKey]] = []
@@ -60,7 +58,12 @@ class Member:
     @property
     def is_voting(self) -> bool:
         core = self.core
-        return not self.is_dead and not core.is_out and self.name in core.roster and self.name not in core.followers
+        return (
+            not self.is_dead
+            and not core.is_out
+            and self.name in core.roster
+            and self.name not in core.followers
+        )
 
     def _make_plan(
         self, step: int, attempt: int, group: str, roster: tuple[str, ...]
@@ -265,7 +268,9 @@ class Member:
                 if peer != self.name:
                     body = (len(self.applied), lineage_of(self.applied))
                     self.world.network.send(
-                        self.name, peer, lambda p=peer, b=body: self.world.deliver(self.name, p, Kind.FOLLOW, b)
+                        self.name,
+                        peer,
+                        lambda p=peer, b=body: self.world.deliver(self.name, p, Kind.FOLLOW, b),
                     )
         self.world.sim.after(2.0, self.catch_up, number)
 
@@ -274,7 +279,9 @@ class Member:
         sim = self.world.sim
         self.catching_up += 1
         number = self.catching_up
-        sim.after(sim.random.choice([0.1, 0.5, 2.0, 9.0]), self.enter_as_follower, commit, number, sim.now + 20.0)
+        sim.after(
+            sim.random.choice([0.1, 0.5, 2.0, 9.0]), self.enter_as_follower, commit, number, sim.now + 20.0
+        )
 
     def enter_as_follower(self, commit: Commit, number: int, until: float) -> None:
         if self.is_dead or not self.core.is_out or number != self.catching_up:
@@ -284,7 +291,11 @@ class Member:
             return
         for donor in self.world.living:
             history = donor.applied[: commit.next_step]
-            if len(history) == commit.next_step and lineage_of(history) == commit.next_lineage and self.sees(donor):
+            if (
+                len(history) == commit.next_step
+                and lineage_of(history) == commit.next_lineage
+                and self.sees(donor)
+            ):
                 self.clear()
                 self.applied = list(history)
                 self.core.begin(commit.next_step, commit.roster, commit.next_lineage, commit.followers)
@@ -302,7 +313,9 @@ def brief(body: object) -> str:
     match body:
         case Arrival():
             held = f" held {body.held.ballot[:4]}@{body.held.attempt}" if body.held else ""
-            return f"step {body.step} {len(body.keys)} keys{held}" if body.plan else f"step {body.step} position"
+            return (
+                f"step {body.step} {len(body.keys)} keys{held}" if body.plan else f"step {body.step} position"
+            )
         case Group():
             return f"{body.id[:4]}@{body.attempt} {'finishes ' + body.held.group[:4] if body.held else ''}"
         case Commit():

@@ -22,9 +22,7 @@ class RoundNetwork(Network):
 
     def sees(self, one: str, other: str) -> bool:
         """Whether two nodes could talk now."""
-        return one == other or (
-            frozenset((one, other)) not in self.broken and not {one, other} & self.dead
-        )
+        return one == other or (frozenset((one, other)) not in self.broken and not {one, other} & self.dead)
 
     def die(self, victim: str, others: list[str]) -> None:
         """A node is gone; the others learn of it."""

@@ -147,9 +147,7 @@ class Stage:
         for member in self.living:
             group = member.exchange
             if group is not None and name in group.members and self.sim.random.random() < 0.5:
-                self.sim.after(
-                    self.sim.random.uniform(0, 0.3), member.exchange_failed, group, "disconnected"
-                )
+                self.sim.after(self.sim.random.uniform(0, 0.3), member.exchange_failed, group, "disconnected")
         if self.world.revives:
             self.sim.after(self.sim.random.choice([0.3, 3.0, 15.0]), self.revive, name)
 
@@ -185,7 +183,9 @@ class Stage:
     def _lose_parts(self, *members: Member) -> None:
         for member in members:
             if member.exchange and self.sim.random.random() < 0.5:
-                self._started[member.exchange.id].clear()  # a part was lost: nobody learns before the deadline
+                self._started[
+                    member.exchange.id
+                ].clear()  # a part was lost: nobody learns before the deadline
 
     # -- exchanges -----------------------------------------------------------------------------------------
 

@@ -191,14 +191,14 @@ class Peer:
         self.gossip("plan", plan)
         self.adopt(plan)
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: Plan, is_replay: bool = False) -> None:
         if plan.step == self.core.version:
             self.run(self.core.on_plan(plan, self.now))
             if self.stage == 0:
-                digest, counter, sources = self.assignment
+                digest, _, sources = self.assignment
                 for slot, source in enumerate(sources):
                     if source == self.name and digest == plan.digest():
-                        self._assign(plan, slot, counter > 0)
+                        self._assign(plan, slot, is_replay)
                 self.reassign()
         stash, self.stash = self.stash, []
         for source, key, is_replay in stash:
@@ -273,11 +273,10 @@ class Peer:
     def _take_step(self, *, is_new: bool) -> None:
         if self.stage == 0 and self.core.version < STEPS:
             plan = plan_of(self.core.version, self.pipeline.slots)
-            # Whoever begins in the middle of a step may have run its slots before.
-            self.assignment = (plan.digest(), int(is_new), self.pipeline.sources(self.core.version))
+            self.assignment = (plan.digest(), 0, self.pipeline.sources(self.core.version))
             self.plans[plan.digest()] = plan
             self.gossip("plan", plan)
-            self.adopt(plan)
+            self.adopt(plan, is_new)  # whoever begins in the middle of a step may have run its slots before
         else:
             for plan in list(self.plans.values()):
                 if plan.step == self.core.version:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import msgpack
 import pytest
 import torch
-from torch import Tensor
 
 import peers.exchange
 from peers.engine import Engine
-from peers.exchange import Exchange, ExchangeError, Split
+from peers.exchange import ExchangeError, Split
 from peers.frames import Frame, FrameError, Kind
 from peers.limits import LIMITS
-from peers.round_messages import Group
 from swarm.gradient.values import ValueFormat, decode_values, encode_values
+from tests.kit.mesh import Mesh, Wire, contributions
 
 CHUNK = 16
-Tamper = Callable[[str, str, Kind, bytearray], None]
 
 
 @pytest.fixture(autouse=True)
@@ -40,87 +36,6 @@ def engine() -> Iterator[Engine]:
     yield engine
     engine.stop()
     thread.join()
-
-
-class Wire:
-    """One direction between two members; frames take a few turns of the loop, in any order."""
-
-    def __init__(self, mesh: Mesh, source: str, target: str) -> None:
-        self.mesh, self.source, self.target = mesh, source, target
-
-    async def send(self, kind: Kind, header: dict[str, Any], payload: list[memoryview]) -> None:
-        await self.mesh.pause()
-        if self.target in self.mesh.dead or self.source in self.mesh.dead:
-            raise ConnectionError(f"link to {self.target} closed while sending")
-        data = bytearray(b"".join(payload))
-        self.mesh.tamper(self.source, self.target, kind, data)
-        frame = Frame(kind, msgpack.unpackb(msgpack.packb(header)), (memoryview(data),))
-        self.mesh.deliver(self.source, self.target, frame)
-
-
-class Ready(Exchange):
-    """An exchange that knows its contribution."""
-
-    def __init__(self, group, name, contribution, values, engine, link_of):  # type: ignore[no-untyped-def]
-        super().__init__(group, name, contribution.numel(), values, engine, link_of)
-        self._own = contribution
-
-    async def run(self, own_slice=None):  # type: ignore[no-untyped-def,override]
-        return await super().run(self._own, own_slice)
-
-
-class Mesh:
-    """All members of a group."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        contributions: list[Tensor],
-        weights: list[int],
-        values: ValueFormat,
-        *,
-        dead: frozenset[str] = frozenset(),
-        seed: int = 0,
-        tamper: Tamper = lambda source, target, kind, data: None,
-    ) -> None:
-        self.names = [f"peer-{i}" for i in range(len(contributions))]
-        self.dead, self.tamper, self.random = set(dead), tamper, random.Random(seed)
-        self.refused: list[FrameError] = []
-        self.group = Group(
-            "g", 0, 1, self.names[0], tuple(self.names), tuple(weights), ("",) * len(weights), ""
-        )
-        self.exchanges = {
-            name: Ready(self.group, name, contribution, values, engine, self._link_of(name))
-            for name, contribution in zip(self.names, contributions, strict=True)
-        }
-
-    def _link_of(self, source: str) -> Any:
-        return lambda target: Wire(self, source, target)
-
-    async def pause(self) -> None:
-        for _ in range(self.random.randint(0, 3)):
-            await asyncio.sleep(0)
-
-    def deliver(self, source: str, target: str, frame: Frame) -> None:
-        try:
-            self.exchanges[target].on_frame(source, frame)
-        except FrameError as error:
-            self.refused.append(error)
-
-    async def member(self, name: str) -> tuple[Tensor, str]:
-        await asyncio.sleep(self.random.choice([0, 0, 0.02]))
-        return await self.exchanges[name].run()
-
-    async def run(self) -> dict[str, tuple[Tensor, str] | BaseException]:
-        """Every living member's result or failure."""
-        living = [name for name in self.names if name not in self.dead]
-        results = await asyncio.gather(*(self.member(n) for n in living), return_exceptions=True)
-        return dict(zip(living, results, strict=True))
-
-
-def contributions(members: int, elements: int, scale: float = 1e-4) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(members * 1000 + elements)
-    return [scale * torch.randn(elements, generator=generator) for _ in range(members)]
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -384,145 +299,5 @@ def test_average_is_encoded_once_and_decoded_by_everybody(engine: Engine) -> Non
         half = CHUNK // 2
         again = [decode_values(encode_values(part, "fp16"), "fp16", half) for part in average.split(half)]
         assert torch.equal(torch.cat(again), average)
-
-    run(scenario())
-
-
-def test_the_coded_average_is_kept_as_everybody_decoded_it(engine: Engine) -> None:
-    async def scenario() -> None:
-        mesh = Mesh(engine, contributions(3, CHUNK * 5 + 3), [1, 2, 3], "fp16")
-        results = await mesh.run()
-        kept = [exchange.encoded for exchange in mesh.exchanges.values()]
-        assert all(torch.equal(a, b) for other in kept for a, b in zip(kept[0], other, strict=True))
-        sizes = [len(chunk) // 2 - 2 for chunk in kept[0]]
-        decoded = [decode_values(chunk, "fp16", size) for chunk, size in zip(kept[0], sizes, strict=True)]
-        assert torch.equal(torch.cat(decoded), results["peer-0"][0])  # type: ignore[index]
-
-    run(scenario())
-
-
-class Slices(Mesh):
-    """A group whose leader, the first member, hands out a slice of its weights."""
-
-    def __init__(self, engine: Engine, span: tuple[int, int], *, elements: int = 100, **more: Any) -> None:
-        vectors = contributions(3, elements)
-        super().__init__(engine, vectors, [1, 1, 0], "fp16", **more)
-        self.weights = torch.arange(elements, dtype=torch.float32)
-        self.own = self.weights[span[0] : span[0] + span[1]]
-        self.exchanges = {
-            name: Exchange(
-                self.group,
-                name,
-                elements,
-                "fp16",
-                engine,
-                self._link_of(name),
-                slice_span=span,
-                deadline_s=0.5,
-            )
-            for name in self.names
-        }
-        self.vectors = dict(zip(self.names, vectors, strict=True))
-
-    async def member(self, name: str) -> tuple[Tensor, str]:
-        own = self.own if name == self.names[0] else None
-        return await self.exchanges[name].run(self.vectors[name], own)
-
-
-@pytest.mark.parametrize("span", [(0, 5), (90, 10), (20, CHUNK), (7, 3 * CHUNK + 1)])
-def test_everybody_holds_the_leaders_slice_and_the_digest_covers_it(
-    engine: Engine, span: tuple[int, int]
-) -> None:
-    async def scenario() -> None:
-        mesh = Slices(engine, span)
-        results = await mesh.run()
-        assert len({result[1] for result in results.values()}) == 1  # type: ignore[index]
-        for exchange in mesh.exchanges.values():
-            assert exchange.slice is not None
-            assert exchange.slice[0] == span[0]
-            assert torch.equal(exchange.slice[1], mesh.own)
-        assert not mesh.refused
-
-        def tamper(source: str, target: str, kind: Kind, data: bytearray) -> None:
-            if kind is Kind.SLICE and target == "peer-2":
-                data[0] ^= 1
-
-        results = await Slices(engine, span, tamper=tamper).run()
-        digests = [result[1] for result in results.values()]  # type: ignore[index]
-        assert digests[0] == digests[1] != digests[2]
-
-    run(scenario())
-
-
-def test_a_slice_that_does_not_belong_is_refused(engine: Engine) -> None:
-    async def scenario() -> None:
-        mesh = Slices(engine, (20, 10))
-        exchange = mesh.exchanges["peer-1"]
-        good = {"group": "g", "offset": 20}
-        for sender, header, nbytes in (
-            ("peer-2", good, 40),
-            ("stranger", good, 40),
-            ("peer-0", good, 36),
-            ("peer-0", {**good, "offset": 21}, 40),
-            ("peer-0", {**good, "offset": -1}, 40),
-            ("peer-0", {**good, "offset": "20"}, 40),
-            ("peer-0", {"group": "g"}, 40),
-        ):
-            with pytest.raises(FrameError):
-                exchange.on_frame(sender, Frame(Kind.SLICE, header, (memoryview(bytearray(nbytes)),)))
-        no_slice = Mesh(engine, contributions(2, 50), [1, 1], "fp16").exchanges["peer-1"]
-        with pytest.raises(FrameError):
-            no_slice.on_frame("peer-0", Frame(Kind.SLICE, good, (memoryview(bytearray(40)),)))
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("silent", [Kind.PART, Kind.AVERAGE, Kind.SLICE])
-def test_whoever_kept_an_exchange_waiting_is_named(engine: Engine, silent: Kind) -> None:
-    async def scenario() -> None:
-        mesh = Slices(engine, (0, 4))
-        guilty = "peer-0" if silent is Kind.SLICE else "peer-1"
-        deliver = mesh.deliver
-
-        def drop(source: str, target: str, frame: Frame) -> None:
-            if not (source == guilty and frame.kind is silent):
-                deliver(source, target, frame)
-
-        mesh.deliver = drop  # type: ignore[method-assign]
-        results = await mesh.run()
-        victim = results["peer-2" if silent is not Kind.PART else "peer-0"]
-        assert isinstance(victim, ExchangeError)
-        assert victim.reason == "late"
-        assert guilty == victim.suspects[0]
-
-    run(scenario())
-
-
-def test_a_member_that_takes_nothing_more_is_named(engine: Engine) -> None:
-    async def scenario() -> None:
-        mesh = Slices(engine, (0, 4))
-        blocked = asyncio.Event()
-        link_of = mesh.exchanges["peer-0"]._link_of
-
-        class Stuck:
-            async def send(self, *arguments: Any) -> None:
-                await blocked.wait()
-
-        mesh.exchanges["peer-0"]._link_of = lambda target: Stuck() if target == "peer-2" else link_of(target)  # type: ignore[assignment,return-value]
-        results = await mesh.run()
-        failure = results["peer-0"]
-        assert isinstance(failure, ExchangeError)
-        assert failure.suspects[-1] == "peer-2"
-
-    run(scenario())
-
-
-def test_a_broken_link_names_its_peer(engine: Engine) -> None:
-    async def scenario() -> None:
-        mesh = Mesh(engine, contributions(2, 64), [1, 1], "fp16", dead=frozenset({"peer-1"}))
-        results = await mesh.run()
-        failure = results["peer-0"]
-        assert isinstance(failure, ExchangeError)
-        assert (failure.reason, failure.suspects) == ("disconnected", ("peer-1",))
 
     run(scenario())

@@ -103,6 +103,7 @@ def test_a_blocked_loop_shows_as_lag() -> None:
 
     asyncio.run(scenario())
     assert samples(metrics)["swarm_peer_loop_lag_seconds_sum"][()] > 0.1
+    assert samples(metrics)["swarm_peer_loop_lag_recent_max_seconds"][()] > 0.1
 
 
 def serving(scenario: Callable[[MetricsServer], Awaitable[None]], status: Any = None) -> None:
