@@ -49,9 +49,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="working folder, kept; without it, one that is removed")
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     arguments = parser.parse_args()
-    if arguments.model or arguments.run_dir:
+    if arguments.model:
         arguments.shape = ["4x2"]
     return arguments
+
+
+def take_shape(arguments: argparse.Namespace) -> None:
+    """A run that exists decides the shape of the swarm, and its length."""
+    from swarm.manifest import RunManifest
+
+    if arguments.run_dir is not None:
+        manifest = RunManifest.load(arguments.run_dir / "manifest.yaml")
+        arguments.shape = [f"{manifest.model.stages}x{manifest.min_replicas}"]
+        arguments.steps = manifest.total_steps
 
 
 def is_wanted(case: str, only: list[str]) -> bool:
@@ -64,7 +74,7 @@ def chosen_cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     from tests.kit.faults import cases
 
     for shape in arguments.shape:
-        for case in cases(int(shape[0]), SHAPES[shape]):
+        for case in cases(int(shape.partition("x")[0]), SHAPES.get(shape)):
             if is_wanted(str(case), arguments.only):
                 yield shape, str(case)
     if is_wanted("refill:stage-1", arguments.only) and not (arguments.model or arguments.run_dir):
@@ -143,7 +153,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
             elif result is None:
                 if shape not in benches:
                     print(f"{shape}: the run, and once undisturbed ...", flush=True)
-                    deadline = arguments.deadline or (120.0 if not arguments.model else 1800.0)
+                    is_small = not (arguments.model or arguments.run_dir)
+                    deadline = arguments.deadline or (120.0 if is_small else 3600.0)
                     bench = FaultBench(host, folder / shape, arguments.run_dir, deadline_s=deadline)
                     stages, _, replicas = shape.partition("x")
                     bench.make_run(stages=int(stages), replicas=int(replicas), **options)
@@ -192,6 +203,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    take_shape(arguments)
     if arguments.list:
         for shape, case in chosen_cases(arguments):
             print(shape, case)

@@ -130,7 +130,7 @@ class Worker:
             {
                 "up_bytes": peer.traffic.total("up"),
                 "down_bytes": peer.traffic.total("down"),
-                "up_waited_s": [peer.traffic.upload.waiting_s(p) for p in range(5)],
+                "up_waited_s": peer.traffic.upload.waited_s,
                 "received": peer.received,
             }
             for peer in self.peers

@@ -22,16 +22,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from hivemind.dht.node import DHTNode
-from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P
-from hivemind.proto import dht_pb2
 
-from dht.acquaintances import Acquaintances
-from dht.addresses import Address, AddressError, parse_address, parse_peer_id
-from dht.clock import WARN_CLOCK_OFFSET_S, SwarmClock
-from dht.dial import DialError, connect_peer
+from dht.addresses import parse_address
+from dht.clock import SwarmClock
+from dht.contacts import Contacts
 from dht.identity import Identity
-from dht.node import CALL_TIMEOUT_S, create_node
+from dht.node import create_node
 from dht.records import (
     MANIFESTS_KEY,
     MAX_RECORD_LIFE_S,
@@ -58,8 +55,6 @@ PUBLISH_S = 10.0
 HEAL_S = 30.0
 HEAL_SOON_S = 5.0
 """When the view has shrunk, healing does not wait for its turn, but is not repeated sooner than this."""
-HEAL_BREADTH = 8
-"""Peers that are dialled again beside the initial ones."""
 READ_BREADTH = 3
 """How many of the nodes nearest to a key are read; each holds all records, so more only costs bytes."""
 
@@ -85,7 +80,6 @@ class Noticeboard:
         self.counters: Counter[str] = Counter()
         self._p2p = p2p
         self._identity = identity
-        self._initial: list[Address] = []
         self._own: dict[tuple[str, str], Record] = {}
         self._published_until: dict[tuple[str, str], float] = {}
         self._peers: RecordTable[PeerRecord] = RecordTable()
@@ -95,7 +89,7 @@ class Noticeboard:
         self._failing: set[str] = set()
         self._node: DHTNode | None = None
         self._publish_lock = asyncio.Lock()
-        self._acquaintances = Acquaintances()
+        self._contacts = Contacts(p2p, (), clock, self._live_node)
         self._live_peers = 0
         self._has_shrunk = asyncio.Event()
 
@@ -123,15 +117,14 @@ class Noticeboard:
         if str(p2p.peer_id) != identity.peer_id:
             raise ValueError(f"the host is {p2p.peer_id}, but the identity is {identity.peer_id}")
         board = cls(p2p, identity, run_id, clock or SwarmClock())
-        board._initial = [parse_address(text, needs_peer_id=True) for text in initial_peers]
+        initial = [parse_address(text, needs_peer_id=True) for text in initial_peers]
+        contacts = board._contacts = Contacts(p2p, initial, board.clock, board._live_node)
         board.clock.install()
         async with asyncio.timeout(deadline_s):
             node = board._node = await create_node(p2p, board.validator, client_mode=client_mode)
             try:
-                if board._initial and not await board._greet():
-                    names = ", ".join(
-                        address.with_peer_id(address.peer_id or "") for address in board._initial
-                    )
+                if initial and not await contacts.greet():
+                    names = ", ".join(address.with_peer_id(address.peer_id or "") for address in initial)
                     raise NoticeboardError(f"no initial peer answers as a noticeboard: {names}")
                 await node.find_nearest_nodes([node.node_id])
                 await board.refresh()
@@ -244,7 +237,7 @@ class Noticeboard:
 
     async def reconnect(self) -> None:
         """The host's daemon is a new one and knows nobody: dial who was known, publish and read at once."""
-        await self._heal()
+        await self._contacts.heal()
         await self._publish_all()
         await self.refresh()
 
@@ -302,7 +295,7 @@ class Noticeboard:
         )
         self.validator.forget_expired(now)
         peers = self._peers.live(now)
-        self._acquaintances.remember(peers.values(), now)
+        self._contacts.acquaintances.remember(peers.values(), now)
         if len(peers) < self._live_peers:
             self._has_shrunk.set()
         self._live_peers = len(peers)
@@ -320,40 +313,6 @@ class Noticeboard:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _greet(self) -> int:
-        """Ping the initial peers, adopt their clock; returns how many answered.
-
-        Raises ClockSkewError.
-        """
-        answers = await asyncio.gather(*(self._ping(address.peer_id or "") for address in self._initial))
-        differences = [difference for difference in answers if difference is not None]
-        before = self.clock.offset_s
-        offset = self.clock.correct(differences)
-        if abs(offset) > WARN_CLOCK_OFFSET_S and abs(offset - before) > 0.5:
-            behind = "behind" if offset > 0 else "ahead of"
-            logger.warning(
-                "this machine's clock is %.1f s %s the swarm's: taken into account", abs(offset), behind
-            )
-        return len(differences)
-
-    async def _ping(self, peer_id: str) -> float | None:
-        """One peer: its clock minus ours in seconds, or None if it does not answer."""
-        if peer_id == str(self._p2p.peer_id):
-            return None
-        peer = parse_peer_id(peer_id)
-        protocol = self._live_node().protocol
-        request = dht_pb2.PingRequest(peer=protocol.node_info, validate=False)
-        asked = self.clock.now()
-        try:
-            response = await protocol.get_stub(peer).rpc_ping(request, timeout=CALL_TIMEOUT_S)
-            answered = self.clock.now()
-            node_id = DHTID.from_bytes(response.peer.node_id)
-        except Exception as error:  # includes a peer that is no noticeboard, or a client
-            logger.debug("peer %s does not answer: %r", peer_id, error)
-            return None
-        await protocol.update_routing_table(node_id, peer, responded=True)
-        return float(response.dht_time) - (asked + answered) / 2
-
     async def _keep_together(self) -> None:
         """Heal now and then, and soon after peers have vanished from the view."""
         while True:
@@ -362,23 +321,11 @@ class Noticeboard:
                     await self._has_shrunk.wait()
             self._has_shrunk.clear()
             try:
-                await self._heal()
+                await self._contacts.heal()
                 self._note_success("heal")
             except Exception as error:
                 self._note_failure("heal", error)
             await asyncio.sleep(min(HEAL_SOON_S, HEAL_S))
-
-    async def _heal(self) -> None:
-        """Find peers again that were lost, so that a split board grows together. Raises ClockSkewError."""
-        initial = [(address.peer_id or "", (address.transport,)) for address in self._initial]
-        others = [entry for entry in self._acquaintances.sample(HEAL_BREADTH) if entry not in initial]
-        await asyncio.gather(*(self._redial(*entry) for entry in initial + others))
-        await asyncio.gather(self._greet(), *(self._ping(peer) for peer, _ in others))
-
-    async def _redial(self, peer: str, addresses: Sequence[str]) -> None:
-        if peer != str(self._p2p.peer_id):
-            with suppress(DialError, AddressError):
-                await connect_peer(self._p2p, peer, addresses, CALL_TIMEOUT_S)
 
     async def _publish_all(self) -> None:
         """Put all own records up again."""

@@ -37,6 +37,7 @@ from peers.update_fetch import (
 )
 from peers.update_log import UpdateLog
 from peers.updates import UpdateError, apply_update
+from swarm.gradient.values import encoded_bytes
 from swarm.manifest import RunManifest
 
 __all__ = ["CatchUp", "CatchUpError", "LineageError", "RestoreError", "UpdateMissing"]
@@ -63,7 +64,8 @@ class Progress(Protocol):
 class CatchUp:
     """Brings one peer's stage to a version. held: version and lineage in memory by its doing, None before.
 
-    `held` is right also after an error or a cancellation midway. pace: of the updates that were fetched.
+    `held` is right also after an error or a cancellation midway. pace: of the updates that were fetched; before
+    the first one what a snapshot's transfer, or else this peer's own cap, lets expect.
     """
 
     def __init__(
@@ -87,6 +89,9 @@ class CatchUp:
         self._manifest, self._stage, self._compute, self._engine = manifest, stage, compute, engine
         self._p2p, self._files, self._store, self._snapshots = p2p, files, store, snapshots
         self._updates, self._traffic, self._metrics, self._note = updates, traffic, metrics, note
+        self._update_bytes = encoded_bytes(manifest.averaging.values, compute.trainable.numel)
+        if traffic.download.limit_mbps is not None:
+            self.pace.expect(self._update_bytes, traffic.download.limit_mbps)
         self._fetcher = UpdateFetcher(
             p2p=p2p,
             run_id=manifest.run_id,
@@ -179,6 +184,7 @@ class CatchUp:
                 tried.append(str(error))
                 break
             candidates.remove(donor)
+            self.pace.expect(self._update_bytes, notes.mbps)
             checkpoint = await asyncio.to_thread(self._store.load, self._stage, run_id, version)
             self._snapshots.report_damaged()
             why = "it is damaged" if checkpoint is None else await self._load(checkpoint)

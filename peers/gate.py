@@ -1,14 +1,18 @@
 """Whose frames count: neighbours that the start names, or that a live signed record names.
 
 A stranger with a libp2p daemon can say HELLO as any stage. Before its record is seen nothing is taken from it
-that has to do with work, and nothing is held against it: the record of a joiner may be on its way.
+that has to do with work. What it sends is counted, and held against it only when it is more than a joiner sends
+whose record is on its way. Who was known once stays known while the link stands: a noticeboard that cannot be
+read must not stop the work.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
-from peers.frames import Frame, Kind
+from peers.frames import Frame, FrameError, Kind
+from peers.limits import LIMITS
 from peers.link import Link
 from peers.stage import parse_key
 from peers.start import Start
@@ -18,25 +22,38 @@ OPEN_KINDS = frozenset({Kind.START, Kind.PROPOSE, Kind.ACKNOWLEDGE, Kind.QUERY, 
 
 
 class Gate:
-    """refused: frames of unknown peers that were not taken."""
+    """Asked for every frame."""
 
     def __init__(self, started: Callable[[], Start | None], has_record: Callable[[str, int], bool]) -> None:
-        self.refused = 0
         self._started, self._has_record = started, has_record
         self._ready: set[Link] = set()
+        self._known: set[Link] = set()
+        self._strange: Counter[Link] = Counter()
 
     def knows(self, link: Link) -> bool:
         """Whether this neighbour is who its HELLO says."""
-        started, stage = self._started(), link.hello.stage
-        if started is not None and 0 <= stage < len(started.rosters) and link.peer in started.rosters[stage]:
+        if link in self._known:
             return True
-        return self._has_record(link.peer, stage)
+        started, stage = self._started(), link.hello.stage
+        is_named = (
+            started is not None and stage < len(started.rosters) and link.peer in started.rosters[stage]
+        )
+        if not is_named and not self._has_record(link.peer, stage):
+            return False
+        self._known = {other for other in self._known if other.is_open} | {link}
+        self._strange.pop(link, None)
+        return True
 
     def admits(self, link: Link, frame: Frame) -> bool:
-        """Whether the frame is to be taken. Raises FrameError for a FORWARD without a key."""
+        """Whether the frame is to be taken. Raises FrameError for a FORWARD without a key, or for too many."""
         if frame.kind in OPEN_KINDS or self.knows(link):
             return True
-        self.refused += 1
+        if link not in self._strange:
+            self._strange = Counter({other: n for other, n in self._strange.items() if other.is_open})
+        self._strange[link] += 1
+        if self._strange[link] > LIMITS.stranger_frames:
+            raise FrameError("stranger", f"{self._strange[link]} frames of a peer that has no record")
+        link.refuse("stranger")
         if frame.kind is Kind.FORWARD:
             link.post(Kind.BUSY, {"key": parse_key(frame).pack(), "reason": ""})
         elif frame.kind is Kind.READY:

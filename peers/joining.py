@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +13,9 @@ from peers.round_messages import MAX_STEP
 from swarm.plan import seeded_order
 
 LINEAGE_CHARACTERS = 64
+CLOCK_S = 60.0
+CLOCK_STEPS = 2
+"""A stage's speed is taken over this time, once so many steps have gone by."""
 REFILL_STEP = -2
 """The step that seeds the order of those who could refill an empty stage."""
 
@@ -69,6 +73,39 @@ def may_follow(behind: int, seconds_per_update: float, gate_s: float) -> bool:
     behind: updates missing now. The commit of the round in progress is one more.
     """
     return (behind + 1) * seconds_per_update <= gate_s
+
+
+def falls_behind(behind: int, seconds_per_update: float, seconds_per_step: float, gate_s: float) -> bool:
+    """Whether this peer is too far behind to follow, and the stage goes on at least as fast as it catches up."""
+    return seconds_per_update >= seconds_per_step and not may_follow(behind, seconds_per_update, gate_s)
+
+
+def updates_before_a_look(seconds_per_update: float, gate_s: float) -> int:
+    """How many updates are fetched before a peer looks again where its stage is: those of `gate_s`, one at least."""
+    return max(1, int(gate_s / seconds_per_update)) if seconds_per_update > 0 else 1
+
+
+class StepClock:
+    """How fast a stage goes, by the versions that its voting peers name when they are asked."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def saw(self, version: int, now: float) -> None:
+        """The stage is at this version. now: seconds of a monotonic clock."""
+        if self._seen and version < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((now, version))
+        while now - self._seen[0][0] > CLOCK_S:
+            self._seen.popleft()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Over the last minute; None until two steps went by."""
+        if not self._seen:
+            return None
+        (first_at, first), (last_at, last) = self._seen[0], self._seen[-1]
+        return (last_at - first_at) / (last - first) if last - first >= CLOCK_STEPS else None
 
 
 def refiller(candidates: Sequence[str], run_seed: int, stage: int) -> str:

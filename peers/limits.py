@@ -51,6 +51,8 @@ class Limits:
     """Frames of a later step that wait for the commit of this one."""
     control_frames: int = 8192
     """Control frames that wait for a neighbour to read them."""
+    stranger_frames: int = 4096
+    """Frames that are quietly left aside of a peer whose record is not here (yet)."""
     offences: int = 5
     """Malformed frames after which a link is dropped."""
     offence_backoff_s: float = 60.0

@@ -250,6 +250,10 @@ class Link:
             logger.exception("a frame %s of %s could not be handled", frame.kind, self.peer)
             self.close(f"fault while handling {frame.kind}: {error!r:.80}")
 
+    def refuse(self, reason: str) -> None:
+        """Count a frame that was not taken, without holding it against the peer."""
+        self._traffic.refuse(reason)
+
     def offend(self, error: FrameError) -> None:
         """Count a frame that was refused; after a few of them the link is dropped."""
         self._traffic.refuse(error.reason)

@@ -229,7 +229,8 @@ class Links:
                     return why
             except DIAL_ERRORS as error:
                 why = str(error).strip()[:160] or type(error).__name__
-                refusals += is_refusal(error)
+                if is_refusal(error):
+                    why, refusals = "its addresses refuse connections", refusals + 1
                 if is_own_fault(error):
                     deadline = min(began + LIMITS.host_down_s, time.monotonic()) + patience_s
             if refusals >= 2 or time.monotonic() > deadline:

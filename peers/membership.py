@@ -11,13 +11,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from peers.catchup import CatchUp, LineageError, UpdateMissing
 from peers.config import UserError
 from peers.frames import FrameError, Kind
-from peers.joining import Standing, Status, current_status, may_follow, parse_status, refiller
+from peers.joining import (
+    Standing,
+    Status,
+    StepClock,
+    current_status,
+    falls_behind,
+    may_follow,
+    parse_status,
+    refiller,
+    updates_before_a_look,
+)
 from peers.limits import LIMITS
 from peers.links import Links, Liveness, short
 from peers.questions import Questions
@@ -85,7 +97,6 @@ class Membership:
         owner: MembershipOwner,
         tasks: asyncio.TaskGroup,
         on_failure: Callable[[Exception], None],
-        seconds_per_step: Callable[[], float | None],
         on_refilled: Callable[[int, str], None],
         note: Callable[[str], None],
     ) -> None:
@@ -94,7 +105,8 @@ class Membership:
         self._stage, self._stages, self._total_steps = stage, stages, total_steps
         self._run_seed = run_seed
         self._links, self._questions, self._catchup, self._view = links, questions, catchup, view
-        self._owner, self._seconds_per_step = owner, seconds_per_step
+        self._owner = owner
+        self._clock = StepClock()
         self._tasks, self._on_failure = tasks, on_failure
         self._task: asyncio.Task[None] | None = None
         self._looked_at = float("-inf")
@@ -104,7 +116,8 @@ class Membership:
         self._listed: asyncio.Future[Commit] | None = None
         self._entered: asyncio.Future[bool] | None = None
         self._use_own = True
-        self._behind: list[int] = []
+        self._behind: deque[int] = deque(maxlen=LIMITS.catch_up_rounds + 1)
+        self._hopeless = 0
 
     # -- events --------------------------------------------------------------------------------------------
 
@@ -168,6 +181,7 @@ class Membership:
         over or the peer cannot keep up.
         """
         self._held, self._use_own, self._failures = held, use_own, 0
+        self._hopeless = 0
         self._behind.clear()
         while True:
             status = await self._stage_status()
@@ -191,9 +205,9 @@ class Membership:
                 self._held = await self._catchup.newest(
                     status.version, self._view.donors(), use_own=self._use_own
                 )
-            self._held = await self._catchup.apply_updates(
-                *self._held, until=status.version, donors=self._donors()
-            )
+            few = updates_before_a_look(self._catchup.pace.seconds_per_update, LIMITS.gate_s)
+            until = max(self._held[0], min(self._held[0] + few, status.version))
+            self._held = await self._catchup.apply_updates(*self._held, until=until, donors=self._donors())
         except LineageError as error:
             # Weights of another lineage, perhaps this peer's own checkpoint of a half that lost.
             self._note(f"what this peer holds is not what stage {self._stage} went on from: {error}")
@@ -202,19 +216,37 @@ class Membership:
         except UpdateMissing as error:
             logger.info("%s: a newer snapshot is needed", error)
             self._held = None
+            self._judge(None)
             await asyncio.sleep(LIMITS.refill_look_s)
             return False
         now = await self._stage_status()
         if now is None or now.version < self._held[0]:
             return False
         behind = now.version - self._held[0]
-        pace = self._catchup.pace
-        self._behind.append(behind)
-        if may_follow(behind, pace.seconds_per_update, LIMITS.gate_s):
+        if may_follow(behind, self._catchup.pace.seconds_per_update, LIMITS.gate_s):
             return True
-        if len(self._behind) > LIMITS.catch_up_rounds and behind >= self._behind[-1 - LIMITS.catch_up_rounds]:
-            raise UserError(self._too_slow(f"after {len(self._behind)} looks it is {behind} steps behind"))
+        self._judge(behind)
         return False
+
+    def _judge(self, behind: int | None) -> None:
+        """Raise UserError if the stage will not be caught up with.
+
+        behind: steps; None if nobody has the next update any more.
+        """
+        update_s, step_s = self._catchup.pace.seconds_per_update, self._clock.seconds_per_step
+        if behind is None:
+            is_hopeless, why = (
+                update_s > 0,
+                "the updates it needs next are gone before it has those before them",
+            )
+        else:
+            self._behind.append(behind)
+            is_hopeless = len(self._behind) == self._behind.maxlen and behind >= self._behind[0]
+            why = f"it is {behind} steps behind and comes no closer"
+            is_hopeless |= step_s is not None and falls_behind(behind, update_s, step_s, LIMITS.gate_s)
+        self._hopeless = self._hopeless + 1 if is_hopeless else 0
+        if self._hopeless >= LIMITS.follow_tries:
+            raise UserError(self._too_slow(why))
 
     async def _follow(self) -> bool:
         """Ask to be listed, enter the round after the commit that lists this peer, and be counted in."""
@@ -268,13 +300,13 @@ class Membership:
         self._owner.vote()
 
     def _too_slow(self, why: str) -> str:
-        pace, step_s = self._catchup.pace, self._seconds_per_step()
+        pace, step_s = self._catchup.pace, self._clock.seconds_per_step
         steps = f"; the swarm takes {step_s:.1f} s for a step" if step_s is not None else ""
         return (
             f"this peer cannot keep up with stage {self._stage}: {why}. An update has "
             f"{pace.bytes_per_update / 1e6:.1f} MB and takes {pace.seconds_per_update:.1f} s here "
-            f"({pace.mbps:.1f} Mbit/s){steps}. A faster connection, a higher --max-download-mbps or a stage "
-            f"with fewer parameters would do"
+            f"({pace.mbps:.1f} Mbit/s){steps}. A connection that is faster both ways, higher caps "
+            f"(--max-download-mbps, --max-upload-mbps) or a stage with fewer parameters would do"
         )
 
     # -- an empty stage ----------------------------------------------------------------------------------
@@ -354,7 +386,10 @@ class Membership:
                 statuses.append(parse_status(answer))
             except FrameError as error:
                 logger.warning("%s does not say where it is: %s", short(peer), error)
-        return current_status(statuses)
+        current = current_status(statuses)
+        if current is not None and stage in (None, self._stage):
+            self._clock.saw(current.version, time.monotonic())
+        return current
 
     def _donors(self) -> Donors:
         """Whoever has a link to this peer in its stage may serve updates, whatever the noticeboard says yet."""

@@ -294,7 +294,7 @@ class _TrafficCollector(Collector):
         for direction in directions:
             shaper = self._traffic.shaper(direction)
             for name, priority in WAITING.items():
-                waits.add_metric((direction, name), shaper.waiting_s(priority))
+                waits.add_metric((direction, name), shaper.waited_s[priority])
             if shaper.limit_mbps is not None:
                 cap.add_metric((direction,), shaper.limit_mbps * 1e6 / 8)
         yield waits

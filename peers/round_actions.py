@@ -75,7 +75,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Unfence:
-    """This peer leads, was fenced, and nobody else takes the keys that are missing: it works on the step again."""
+    """This peer leads, and nobody takes the keys that are missing: if it was fenced, it works on the step again."""
 
 
 @dataclass(frozen=True, slots=True)

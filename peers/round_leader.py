@@ -143,9 +143,8 @@ class RoundLeader(RoundAttempt):
         if not is_due:
             return []
         actions: list[Action] = []
-        if self._is_fenced and self._missing_asked is not None:
-            # It was set aside by a leader that is gone, and so may be everybody else who is left.
-            self._is_fenced = False
+        if self._missing_asked is not None:
+            # A leader that is gone may have set this peer aside (and only told the stage before), and all others.
             actions = [Unfence()]
         self._missing_asked = now
         return [*actions, AskMissing(keys)]
@@ -205,7 +204,7 @@ class RoundLeader(RoundAttempt):
         self.pace.note_late_exchange()
         culprit = self._culprit(group)
         if culprit == self.me:
-            self._stepped_down.add(self.me)
+            self._stepped_down[self.me] = now
             return self._fail_group("late", now, (self.me,))
         fences: list[Action] = []
         if culprit:
@@ -246,7 +245,7 @@ class RoundLeader(RoundAttempt):
 
     def _commit(self, group: Group, held: Held, now: float) -> list[Action]:
         roster = held.members
-        there = tuple(p for p in roster if p == self.me or (p in self._alive and p not in self._resigned))
+        there = tuple(p for p in roster if p == self.me or (p in self._alive and p not in self._silent))
         plan, sources = self._make_plan(self.step + 1, group.attempt, held.group, there or roster)
         followers = self._due_followers(roster, now)
         commit = Commit(
@@ -282,6 +281,6 @@ class RoundLeader(RoundAttempt):
             if peer in self._alive
             and now - at <= LIMITS.follow_fresh_s
             and 0 <= self.step - version <= LIMITS.follow_behind
-            and (peer not in roster or peer in self._resigned)
+            and (peer not in roster or peer in self._silent)
         ]
         return tuple(sorted(due)[: MAX_ROSTER - len(roster)])

@@ -232,15 +232,25 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt has failed. suspects: members that were waited for in vain (a leader names itself to step down)."""
+    """An attempt has failed. suspects: members that were waited for in vain.
+
+    A leader that is too slow names itself: the next one leads. With a step, whoever sends this and names itself is
+    out: it says nothing more, and its vote does not count from that step on.
+    """
 
     group: str
     reason: str
     suspects: tuple[str, ...] = ()
+    step: int = 0
 
     def header(self) -> dict[str, Any]:
         """Wire form."""
-        return {"group": self.group, "reason": self.reason, "suspects": list(self.suspects[:MAX_SUSPECTS])}
+        return {
+            "group": self.group,
+            "reason": self.reason,
+            "suspects": list(self.suspects[:MAX_SUSPECTS]),
+            "step": self.step,
+        }
 
 
 def next_lineage(lineage: str, group: str, digest: str) -> str:
@@ -332,7 +342,8 @@ def parse_digest(header: dict[str, Any]) -> Digest:
 def parse_failure(header: dict[str, Any]) -> Failure:
     """A FAILED frame's header; an unknown reason becomes "other"."""
     suspects = _peers(header, "suspects", MAX_SUSPECTS)
-    return Failure(_text(header, "group"), known_reason(_text(header, "reason")), suspects)
+    step = need_count(header, "step", MAX_STEP)
+    return Failure(_text(header, "group"), known_reason(_text(header, "reason")), suspects, step)
 
 
 def _text(header: dict[str, Any], name: str, length: int = HASH_LENGTH) -> str:

@@ -44,7 +44,8 @@ class RoundState:
         self._alive: set[str] = set()
         self._lost: set[str] = set()
         self._gone: set[str] = set()
-        self._resigned: set[str] = set()
+        self._silent: dict[str, int] = {}
+        """Who says nothing before a COMMIT has it in the roster, and from which step on its vote does not count."""
         self._follows: dict[str, tuple[int, float]] = {}
         self._next_arrivals: dict[str, Arrival] = {}
         self._answered: dict[str, float] = {}
@@ -68,9 +69,8 @@ class RoundState:
         self._late_attempts = 0
         self._failed: set[str] = set()
         self._excluded: set[str] = set()
-        self._stepped_down: set[str] = set()
+        self._stepped_down: dict[str, float] = {}
         self._fenced: dict[str, tuple[float, str]] = {}
-        self._is_fenced = False
         self._ready_at: float | None = None
         self._lead_since: float | None = None
         self._entered_at = 0.0
@@ -116,10 +116,12 @@ class RoundState:
 
     def _votes(self, peer: str) -> bool:
         """Whether a member of the roster has a vote that it could still use."""
-        return peer not in self._gone and peer not in self._resigned and peer not in self.followers
+        is_out = self._silent.get(peer, self.step + 1) <= self.step
+        return not is_out and peer not in self._gone and peer not in self.followers
 
     def _is_present(self, peer: str) -> bool:
-        return self._votes(peer) and (peer == self.me or peer in self._alive)
+        is_here = peer == self.me or peer in self._alive
+        return is_here and peer not in self._silent and self._votes(peer)
 
     def _is_known(self, peer: str) -> bool:
         return peer in self.roster or peer in self.followers
@@ -146,7 +148,7 @@ class RoundState:
         self.step, self.roster, self.lineage, self.followers = step, roster, lineage, followers
         self._alive |= {peer for peer in (*roster, *followers) if peer != self.me} - self._lost
         self._gone.clear()
-        self._resigned.clear()
+        self._silent.clear()
         self._next_arrivals.clear()
         self._answered.clear()
         self._asked_ahead.clear()
@@ -157,8 +159,11 @@ class RoundState:
     def on_applied(self, commit: Commit, now: float) -> list[Action]:
         """The average of the commit is applied: the next step begins with its roster."""
         # Whoever came along as a follower and is in the roster now has a vote; who restarted meanwhile has none.
-        self._resigned -= {peer for peer in self.followers if peer in commit.roster}
-        self._resigned |= {peer for peer in commit.followers if peer in commit.roster}
+        for peer in self.followers:
+            if peer in commit.roster:
+                self._silent.pop(peer, None)
+        for peer in commit.followers:
+            self._silent.setdefault(peer, commit.next_step)
         self.last_commit = commit
         self.step, self.roster, self.followers = commit.next_step, commit.roster, commit.followers
         self.lineage = commit.next_lineage
@@ -177,18 +182,22 @@ class RoundState:
 
     def _halt(self, action: OutOfStep | Dropped | Diverged) -> list[Action]:
         """Others went on without this peer: it says so to whoever counts on it, and is silent from then on."""
-        actions: list[Action] = []
-        group = self.group
-        if group is not None and self.phase in (Phase.EXCHANGING, Phase.DIGESTED):
-            told = group.members if group.leader == self.me else (group.leader,)
-            failure = Failure(group.id, "other")
-            actions = [Send(peer, Kind.FAILED, failure) for peer in told if peer != self.me]
+        farewell = self._farewell()
+        actions: list[Action] = [
+            Send(peer, Kind.FAILED, farewell)
+            for peer in dict.fromkeys((*self.roster, *self.followers))
+            if peer in self._alive
+        ]
         if self.phase is Phase.EXCHANGING:
             actions.append(CancelExchange())
         if self.phase in (Phase.EXCHANGING, Phase.DIGESTED):
             actions.append(Freeze(False))
         self.phase, self.group, self.is_out = Phase.GATHERING, None, True
         return [*actions, action]
+
+    def _farewell(self) -> Failure:
+        """This peer is out. It may have voted in its step, and votes in no later one."""
+        return Failure(self.group.id if self.group is not None else "", "other", (self.me,), self.step + 1)
 
     # -- what is said ----------------------------------------------------------------------------------------
 

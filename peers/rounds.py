@@ -57,6 +57,8 @@ __all__ = [
 ASKS_AHEAD = 5
 """Answers of a member one step ahead without the COMMIT that led there, after which it counts as unreachable."""
 MEET_EVERY_S = 10.0
+STEPPED_DOWN_S = 60.0
+"""How long a leader that stepped down comes last in the order."""
 
 
 class RoundCore(RoundLeader):
@@ -74,7 +76,7 @@ class RoundCore(RoundLeader):
                 actions = self._quit("key", now)
             # Others may have known this plan before: their reports stand, those under another are void.
             self._plan, self._plan_keys, self._mine, self._ready_at = plan, keys, None, None
-            self._missing_since, self._is_fenced = None, False
+            self._missing_since = None
         return actions + self._form(now)
 
     def on_ready(self, arrival: Arrival, now: float) -> list[Action]:
@@ -90,7 +92,7 @@ class RoundCore(RoundLeader):
         """This peer's ledger under the plan does not count: nothing is reported before the next `on_ready`."""
         if self.is_out or plan != self._plan or self.phase is Phase.APPLYING:
             return []
-        self._mine, self._is_fenced = None, True
+        self._mine = None
         return self._quit("key", now) if self.phase is Phase.EXCHANGING else []
 
     # -- messages ----------------------------------------------------------------------------------------
@@ -171,16 +173,19 @@ class RoundCore(RoundLeader):
 
     def on_failed(self, peer: str, failure: Failure, now: float) -> list[Action]:
         """FAILED: of a member to the leader, or of the leader to its members."""
-        if self.is_out or self.phase is Phase.APPLYING:
+        if self.is_out:
             return []
-        if peer in failure.suspects and peer in self.roster:
-            # A leader that is too slow for the others lets the next one lead.
-            self._stepped_down.add(peer)
-            self._excluded.add(peer)
         group, held = self.group, self._held
         if held is not None and held.leader == peer:
             self._take_back(failure.group)
-        if group is None or group.id != failure.group or peer not in group.members:
+        if peer in failure.suspects and self._is_known(peer):
+            if failure.step:
+                return self._on_silent(peer, failure.step, now)
+            # A leader that is too slow for the others lets the next one lead.
+            self._stepped_down[peer] = now
+            self._excluded.add(peer)
+        is_ours = group is not None and group.id == failure.group and peer in group.members
+        if group is None or not is_ours or self.phase is Phase.APPLYING:
             return []
         if group.leader == self.me:
             if failure.suspects and failure.reason == "late":
@@ -260,7 +265,7 @@ class RoundCore(RoundLeader):
         self._gone.discard(peer)
         self._answered.pop(peer, None)
         if self.is_out:
-            return []
+            return [Send(peer, Kind.FAILED, self._farewell())] if self._is_known(peer) else []
         group = self.group
         if self._decided is not None:
             told = (*self._decided.roster, *self._decided.followers, *self.roster)
@@ -299,13 +304,11 @@ class RoundCore(RoundLeader):
         return self._form(now)
 
     def on_resigned(self, peer: str, now: float) -> list[Action]:
-        """A replica started anew, says goodbye or catches up: it has no vote until a COMMIT gives it one."""
-        if self.is_out or peer in self._resigned or not self._is_known(peer):
+        """A replica started anew or says goodbye: it has no vote until a COMMIT gives it one."""
+        if self.is_out or not self._is_known(peer):
             return []
-        if peer in self.roster:
-            self._resigned.add(peer)
-        self.followers = tuple(p for p in self.followers if p != peer)
-        return self._on_absent(peer, now)
+        self._silent.pop(peer, None)
+        return self._on_silent(peer, 0, now)
 
     def on_follow(self, peer: str, version: int, lineage: str, now: float) -> list[Action]:
         """FOLLOW: a replica with the weights of this version asks to come along in the next round."""
@@ -315,12 +318,17 @@ class RoundCore(RoundLeader):
             return self._answer(peer, now)
         if peer in self._follows or len(self._follows) < LIMITS.links:
             self._follows[peer] = (version, now)
-        return self.on_resigned(peer, now) if peer not in self.followers else []
+        if peer in self.followers or peer not in self.roster or peer in self._silent:
+            return []
+        # One that is ahead of this peer may have voted for a COMMIT of this step: then that vote counts.
+        return self._on_silent(peer, version, now)
 
     def tick(self, now: float) -> list[Action]:
         """Time passes: what failed is tried again, what may be lost is said again."""
         if self.is_out:
             return []
+        # Not everybody heard of it, and who has not takes another peer for the leader.
+        self._stepped_down = {p: at for p, at in self._stepped_down.items() if now - at < STEPPED_DOWN_S}
         actions: list[Action] = []
         if self._fail_at is not None and now >= self._fail_at:
             actions = self._fail_late(now)
@@ -364,6 +372,12 @@ class RoundCore(RoundLeader):
         if group is None or held is None or group.leader == self.me:
             return []
         return [Send(group.leader, Kind.DIGEST, Digest(group.id, held.digest, self.step))]
+
+    def _on_silent(self, peer: str, step: int, now: float) -> list[Action]:
+        """A replica is out, and its vote does not count from this step on."""
+        self._silent.setdefault(peer, step)
+        self.followers = tuple(p for p in self.followers if p != peer)
+        return self._on_absent(peer, now)
 
     def _on_absent(self, peer: str, now: float) -> list[Action]:
         """A member is lost, or has no vote any more."""

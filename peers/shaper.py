@@ -26,6 +26,8 @@ ANSWER_SHARE = 0.01
 """Bytes of acknowledgements for every byte received, as measured: a small packet for every four or five full ones."""
 BURST_S = 0.02
 """Saved up by an idle line: a timer that fires late loses nothing, and a ping waits no longer than this."""
+TICK_S = 0.001
+"""Timers are no finer; the burst makes up for it."""
 PIECE_BYTES = 64 * KIB
 WINDOW_S = 0.05
 """What a neighbour may have sent that has not passed the download shaper, in seconds of the whole line."""
@@ -44,7 +46,7 @@ class Shaper:
         self.window_bytes: int | None = None
         """First window of a neighbour that sends to this peer (see `peers.credit`); None without a cap."""
         self.waited_s = [0.0] * PRIORITIES
-        """Seconds that requests have waited, by priority."""
+        """Seconds that requests waited until it was their turn, by the priority they then had."""
         self._clock = clock
         self._schedule: Schedule | None = None
         self._growth: TokenBucket | None = None
@@ -119,13 +121,6 @@ class Shaper:
         self._growth.take(granted, now)
         return granted
 
-    def waiting_s(self, priority: int) -> float:
-        """Seconds waited so far in a priority, those that still wait included."""
-        now = self._clock()
-        return self.waited_s[priority] + sum(
-            now - request.asked_at for request in self._granted if request.priority == priority
-        )
-
     def _serve(self) -> None:
         """Wake up whoever's turn it is, and come back when the next one's is."""
         schedule = self._schedule
@@ -145,4 +140,4 @@ class Shaper:
                 granted.set_result(None)
         if schedule.waiting:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(schedule.bucket.seconds_until_ready(now), self._serve)
+            self._timer = loop.call_later(max(schedule.bucket.seconds_until_ready(now), TICK_S), self._serve)

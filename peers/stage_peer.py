@@ -205,9 +205,10 @@ class StagePeer:
             held = self._held(view)
             is_waiting = trainer.membership.standing is Standing.WAITING
             # Records of peers that train may be those of a swarm that was killed: they expire.
-            trainer.tick(held, may_start=not any(r.training for r in view.values() if r.state == "online"))
+            is_under_way = any(record.training for record in view.values() if record.state == "online")
+            trainer.tick(held, may_start=not is_under_way)
             if is_waiting:
-                self._say_who_is_missing(held, trainer.manifest.min_replicas)
+                self._say_who_is_missing([] if is_under_way else held, trainer.manifest.min_replicas)
                 if time.monotonic() - refreshed > LIMITS.start_refresh_s:
                     # The start waits for the last peer to be seen by the first source.
                     refreshed = time.monotonic()

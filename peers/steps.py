@@ -78,6 +78,15 @@ class Steps:
         for link, frame in self.stash.take():
             link.post(Kind.REFUSED, {"key": frame.header.get("key"), "reason": "resync"})
 
+    def check_commit(self, commit: Commit) -> None:
+        """Raise FrameError for a COMMIT whose next plan this run cannot have."""
+        if self.stage == 0 and commit.step + 1 < self.manifest.total_steps:
+            plan = self.plans.parse(commit.plan, commit.step + 1)
+            if plan.step != commit.step + 1 or len(commit.sources) != len(plan.slots):
+                raise FrameError(
+                    "plan", f"the COMMIT of step {commit.step} needs a plan of the next, with sources"
+                )
+
     def on_applied(self, commit: Commit, before: Plan | None) -> None:
         """A step is applied; `before` was its plan. The next step's plan is taken up."""
         self.recovery.clear()

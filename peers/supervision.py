@@ -54,7 +54,7 @@ class Supervision:
         self._metrics.host_restarts.inc()
         self._note(f"the libp2p daemon (p2pd) ended with code {death.returncode}: starting it again")
         for line in death.last_output[-3:]:
-            logger.warning("p2pd said: %s", line)
+            logger.info("p2pd said: %s", line)
 
     async def _on_revived(self) -> None:
         self._note(f"the libp2p daemon is back after {time.monotonic() - self._died_at:.1f} s")

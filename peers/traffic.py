@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Literal
 
 from peers.frames import BULK_PRIORITY, Kind, Priority
@@ -27,8 +28,13 @@ class Traffic:
     max_upload_mbps, max_download_mbps: the volunteer's caps in Mbit/s at the interface, None for no cap.
     """
 
-    def __init__(self, max_upload_mbps: float | None = None, max_download_mbps: float | None = None) -> None:
-        self.upload, self.download = Shaper(max_upload_mbps), Shaper(max_download_mbps)
+    def __init__(
+        self,
+        max_upload_mbps: float | None = None,
+        max_download_mbps: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.upload, self.download = Shaper(max_upload_mbps, clock), Shaper(max_download_mbps, clock)
         self.bytes: defaultdict[tuple[Direction, str, int], int] = defaultdict(int)
         self.frames: defaultdict[tuple[Direction, str], int] = defaultdict(int)
         self.refused: defaultdict[str, int] = defaultdict(int)

@@ -148,7 +148,6 @@ class Trainer:
             owner=self,
             tasks=tasks,
             on_failure=self._fail,
-            seconds_per_step=lambda: self.progress.seconds_per_step,
             on_refilled=on_snapshot,
             note=note,
         )
@@ -284,12 +283,7 @@ class Trainer:
 
     def check_commit(self, commit: Commit) -> None:
         """See RoundsOwner."""
-        if self.stage == 0 and commit.step + 1 < self.manifest.total_steps:
-            plan = self.steps.plans.parse(commit.plan, commit.step + 1)
-            if plan.step != commit.step + 1 or len(commit.sources) != len(plan.slots):
-                raise FrameError(
-                    "plan", f"the COMMIT of step {commit.step} needs a plan of the next, with sources"
-                )
+        self.steps.check_commit(commit)
 
     def on_applied(self, commit: Commit, norm: float | None) -> None:
         """See RoundsOwner."""

@@ -111,6 +111,15 @@ class Network:
         """Put a host's cable back."""
         _sh(f"ip -n {self._router} link set r{index} up")
 
+    def lose(self, index: int, share: float) -> None:
+        """Drop this share (0 to 1) of the packets that a host sends and of those sent to it, at random.
+
+        Needs iptables. Raises TestbedError.
+        """
+        for way in ("-i", "-o"):
+            rule = f"-m statistic --mode random --probability {share} -j DROP"
+            _sh(f"ip netns exec {self._router} iptables -w -A FORWARD {way} r{index} {rule}")
+
     def close(self) -> None:
         """End every process started here and remove the namespaces; harmless when repeated."""
         for process in self._processes:

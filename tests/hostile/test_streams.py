@@ -148,12 +148,12 @@ def test_mutated_frames_on_a_strangers_link_are_counted_and_disturb_nobody(
     draw()
 
     async def scenario() -> None:
-        attacker = Attacker(await world.hostile(), peer, peer.trainer.stage + beside)
+        attacker = Attacker(await world.hostile(), peer.target, peer.trainer.stage + beside)
         before, refused = rss(), peer.refused.total()
         await attack_streams(peer, attacker, batches)
-        raised = peer.raised[attacker.id]
-        assert raised >= sum(map(len, batches)) // 4, "most of it is malformed, or no stranger's business"
-        assert peer.refused.total() >= refused + raised, "each is counted"
+        to_refuse = peer.to_refuse[attacker.id]
+        assert to_refuse >= sum(map(len, batches)) // 4, "most of it is malformed, or no stranger's business"
+        assert peer.refused.total() >= refused + to_refuse, "each is counted"
         attacker.close()
         await world.training(1)
         assert rss() - before < ROOM
@@ -176,7 +176,7 @@ def test_spoiled_bytes_on_any_stream_end_it_and_nothing_else(world: World, victi
     draw()
 
     async def scenario() -> None:
-        attacker = Attacker(await world.hostile(), peer, 1)
+        attacker = Attacker(await world.hostile(), peer.target, 1)
         before = rss()
         for kind, number, place, spoiler in drawn:
             wire = spoiler.apply(wire_of(material(peer, kind, number)))
@@ -199,16 +199,18 @@ def test_spoiled_bytes_on_any_stream_end_it_and_nothing_else(world: World, victi
 
 
 def test_an_offender_is_dropped_and_avoided(world: World) -> None:
+    """After five frames that cannot be, or one after which its stream cannot be read any more."""
     peer = world.peers["1a"]
 
     async def scenario() -> None:
-        for kind in (Kind.COMMIT, Kind.CHUNK):
-            attacker = Attacker(await world.hostile(), peer, 1)
+        for number, wire in enumerate(
+            (wire_of(Frame(Kind.QUERY)) * LIMITS.offences, PREFIX.pack(2**32 - 1, 0))
+        ):
+            attacker = Attacker(await world.hostile(), peer.target, 1)
             refused = peer.refused.total()
             await attacker.link()
-            for _ in range(LIMITS.offences):
-                await write_frame(attacker.streams[kind is Kind.CHUNK].writer, generic(kind))
-            await until(lambda n=refused: peer.refused.total() >= n + LIMITS.offences)
+            attacker.streams[number].writer.write(wire)
+            await until(lambda n=refused + (1 if number else LIMITS.offences): peer.refused.total() >= n)
             assert not await attacker.ping()
             with pytest.raises(ConnectionRefusedError, match="avoided for a while"):
                 await attacker.link()
@@ -226,7 +228,7 @@ def test_streams_that_say_nothing_or_trickle_hold_nobody_up(
     monkeypatch.setattr(peers.links, "LIMITS", limits)
 
     async def scenario() -> None:
-        attackers = [Attacker(await world.hostile(), peer, 1) for _ in range(3)]
+        attackers = [Attacker(await world.hostile(), peer.target, 1) for _ in range(3)]
         before, silent, refused = rss(), [], peer.refused["hello"]
         most = 0
         for _ in range(40):

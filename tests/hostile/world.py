@@ -28,6 +28,7 @@ from dht.host import start_host, stop_host
 from peers.config import ComputeMode, PeerConfig
 from peers.engine import Engine, JobPriority
 from peers.frames import Frame, FrameError, Kind
+from peers.gate import OPEN_KINDS
 from peers.link import Hello, Link, Stream, read_frame, write_frame
 from peers.links import HANDLER
 from peers.session import Session
@@ -68,7 +69,8 @@ class Peer:
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
         self.thread.start()
         self.heard: defaultdict[Kind, list[Frame]] = defaultdict(list)
-        self.raised: Counter[str] = Counter()
+        self.to_refuse: Counter[str] = Counter()
+        """Frames by sender that were malformed, or no business of a stranger."""
         self.neighbours: set[str] = set()
         """Ids of the swarm's own peers."""
 
@@ -77,6 +79,10 @@ class Peer:
         links = self.session._status.links
         assert links is not None
         return links.me
+
+    @property
+    def target(self) -> Target:
+        return Target(self.id, self.notes.addresses, self.trainer.manifest.run_id)
 
     @property
     def trainer(self) -> Any:
@@ -98,10 +104,12 @@ class Peer:
             heard = self.heard[frame.kind] if link.peer in self.neighbours else []
             heard.append(Frame(frame.kind, dict(frame.header), (memoryview(bytearray(frame.data())),)))
             del heard[:-KEPT]
+            is_strange = link.peer not in self.neighbours and frame.kind not in OPEN_KINDS
+            self.to_refuse[link.peer] += is_strange
             try:
                 return deliver(link, frame)
             except FrameError:
-                self.raised[link.peer] += 1
+                self.to_refuse[link.peer] += not is_strange
                 raise
 
         self.trainer.on_frame = on_frame
@@ -192,14 +200,22 @@ class World:
             await stop_host(p2p)
 
 
-class Attacker:
-    """Raw streams to one victim."""
+@dataclass(frozen=True)
+class Target:
+    """A peer as anybody can find it. run: id of the run it trains."""
 
-    def __init__(self, p2p: P2P, victim: Peer, stage: int) -> None:
-        self.p2p, self.victim, self.stage = p2p, victim, stage
+    peer: str
+    addresses: tuple[str, ...]
+    run: str
+
+
+class Attacker:
+    """Raw streams to one victim, from a p2pd that has no part in the run."""
+
+    def __init__(self, p2p: P2P, target: Target, stage: int) -> None:
+        self.p2p, self.target = p2p, target
         self.streams: list[Stream] = []
-        manifest = victim.trainer.manifest
-        self.hello = Hello(manifest.run_id, stage, secrets.randbits(40))
+        self.hello = Hello(target.run, stage, secrets.randbits(40))
 
     @property
     def id(self) -> str:
@@ -207,9 +223,9 @@ class Attacker:
 
     async def open(self, handler: str = HANDLER) -> Stream:
         """A stream to the victim on which nothing has been said."""
-        await connect_peer(self.p2p, self.victim.id, self.victim.notes.addresses, 5)
+        await connect_peer(self.p2p, self.target.peer, self.target.addresses, 5)
         _, reader, writer = await self.p2p.call_binary_stream_handler(
-            PeerID.from_base58(self.victim.id), handler
+            PeerID.from_base58(self.target.peer), handler
         )
         return Stream(reader, writer)
 
@@ -231,9 +247,8 @@ class Attacker:
                 stream.writer.close()
                 raise ConnectionRefusedError(answer.header.get("reason"))
             self.streams.append(stream)
-        links = self.victim.session._status.links
-        assert links is not None
-        await until(lambda: links.get(self.id) is not None)
+        if not await self.ping():
+            raise ConnectionRefusedError("the link was closed at once")
 
     async def ping(self, deadline_s: float = 10.0) -> bool:
         """Whether the victim answers a heartbeat on the control stream; False if it closed the link."""

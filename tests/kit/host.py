@@ -6,6 +6,7 @@ costs milliseconds. Peers write their status lines to files, which the tests rea
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -25,12 +26,15 @@ from peers.local import decode_config
 from peers.reporting import JsonReporter
 from peers.zygote import Zygote
 
+CLONE_NEWNET = 0x40000000
 IMPORTED = (hivemind, transformers, peers.peer, peers.commands.build)
 
 
 def entry(request: dict[str, Any], descriptor: int) -> int:
     """A forked child: one peer, or the making of one run."""
     os.close(descriptor)
+    if request.get("netns"):
+        enter_namespace(request["netns"])
     torch.set_num_threads(1)
     logging.basicConfig(
         level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
@@ -50,6 +54,15 @@ def entry(request: dict[str, Any], descriptor: int) -> int:
         if message is None:
             raise
         return EXIT_USAGE
+
+
+def enter_namespace(name: str) -> None:
+    """Move this process into a network namespace; before it has threads, which would stay behind."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", name).open("rb") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot enter network namespace {name}: {os.strerror(number)}")
 
 
 def main() -> None:

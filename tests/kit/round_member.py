@@ -39,7 +39,7 @@ class Member:
         self.applied: list[Applied] = []
         self.outs: list[rounds.Action] = []
         self.early: list[tuple[str, CompactKey]] = []
-        self.catching_up = 0
+        self.catching_up = self.must_reach = 0
         self.clear()
         world.sim.after(world.sim.random.uniform(0, 0.25), self.tick)
 
@@ -247,9 +247,10 @@ class Member:
 
     # -- catching up -------------------------------------------------------------------------------------------
 
-    def fall_out(self, action: rounds.Action) -> None:
+    def fall_out(self, action: rounds.OutOfStep | rounds.Dropped | rounds.Diverged) -> None:
         """Out of step: fetch what others have, then follow."""
         self.clear()
+        self.must_reach = action.step if isinstance(action, rounds.Diverged) else action.commit.next_step
         sim = self.world.sim
         sim.after(sim.random.uniform(0.1, 1.0), self.world.replay, self.name)  # it refuses what it was sent
         sim.after(sim.random.choice([0.1, 1.0, 5.0]), self.catch_up, self.catching_up)
@@ -264,6 +265,7 @@ class Member:
         if donors:
             donor = max(donors, key=lambda m: (m.core.step, m.core.lineage))
             self.applied = list(donor.applied)
+        if donors and len(self.applied) >= self.must_reach:
             for peer in self.world.members:
                 if peer != self.name:
                     body = (len(self.applied), lineage_of(self.applied))

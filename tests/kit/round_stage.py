@@ -134,8 +134,9 @@ class Stage:
         return self.sim.random.random() < chance.get(kind, 0.05) and self._may_die(member.name)
 
     def _may_die(self, name: str) -> bool:
-        """A stage that loses its last voting member needs a refill, which is nothing of the rounds."""
-        return any(member.is_voting for member in self.living if member.name != name)
+        """A stage that loses the last one with its newest weights needs a refill, which is nothing of the rounds."""
+        newest = self.members[name].core.step
+        return any(m.is_voting and m.core.step >= newest for m in self.living if m.name != name)
 
     def kill(self, name: str) -> None:
         if name in self.network.dead or not self._may_die(name):
@@ -386,6 +387,7 @@ def check(seeds: range, size: int, world: World) -> Counter[str]:
         for member in stage.members.values():
             seen.update(type(action).__name__ for action in member.outs)
     if broken:
+        print({seed: str(error).split("\n", 1)[0][:60] for seed, error in broken.items()})
         kinds = Counter(str(error).split("\n", 1)[0].split(": [")[0] for error in broken.values())
         first = next(iter(broken.values()))
         raise AssertionError(f"{len(broken)} of {len(seeds)} seeds: {dict(kinds)}\n{first}")

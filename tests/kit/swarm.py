@@ -22,6 +22,7 @@ from tests.kit.ledger import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 
 
 class Host:
@@ -158,35 +159,40 @@ class Swarm:
         assert self.host.code(pid) == 0, log.read_text()
         return self.run_dir
 
-    def seed(self) -> Member:
-        """Start the seed; its address is `address`."""
-        member = self.start("seed", PeerConfig(stage=None, run_dir=self.run_dir, listen=LOOPBACK))
-        wait_for(lambda: member.last("ready") is not None, 60.0, "the seed", self)
-        self.address = member.last("ready")["addresses"][0]
+    def seed(self, netns: str | None = None) -> Member:
+        """Start the seed, in this network namespace if one is given; its address is `address`."""
+        config = PeerConfig(stage=None, run_dir=self.run_dir, listen=EVERYWHERE if netns else LOOPBACK)
+        member = self.start("seed", config, netns)
+        wait_for(lambda: bool(member.last("ready")) or self.code("seed") is not None, 60.0, "the seed", self)
+        if member.last("ready") is None:
+            raise RuntimeError(f"the seed did not start\n{self.report()}")
+        addresses = member.last("ready")["addresses"]
+        self.address = next((a for a in addresses if "/127.0.0.1/" not in a), addresses[0])
         return member
 
-    def join(self, stage: int, name: str, **settings: Any) -> Member:
-        """Start a stage peer that knows nothing but the seed's address."""
+    def join(self, stage: int, name: str, netns: str | None = None, **settings: Any) -> Member:
+        """Start a stage peer that knows nothing but the seed's address. netns: its network namespace."""
         folder = self.folder / name
         values: dict[str, Any] = {
             "stage": stage,
             "initial_peers": (self.address,),
             "data_dir": folder / "data",
-            "listen": LOOPBACK,
+            "listen": EVERYWHERE if netns else LOOPBACK,
             "threads": 1,
             "serve_after_s": 1.0,
             "trace_ledger": folder / "ledger.jsonl",
             "compute": ComputeMode(),
         }
-        return self.start(name, PeerConfig(**{**values, **settings}))
+        return self.start(name, PeerConfig(**{**values, **settings}), netns)
 
-    def start(self, name: str, config: PeerConfig) -> Member:
-        """Start any peer."""
+    def start(self, name: str, config: PeerConfig, netns: str | None = None) -> Member:
+        """Start any peer. netns: the network namespace it runs in, from its first socket on."""
         from peers.local import encode_config
 
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         request = {"what": "peer", "config": encode_config(config), "status": str(folder / "status.jsonl")}
+        request["netns"] = netns
         pid = self.host.spawn(request, folder / "log.txt")
         member = self.members[name] = Member(name, pid, folder, config.stage)
         return member

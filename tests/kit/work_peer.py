@@ -201,8 +201,8 @@ class Peer:
                         self._assign(plan, slot, is_replay)
                 self.reassign()
         stash, self.stash = self.stash, []
-        for source, key, is_replay in stash:
-            self.on_forward(source, key, is_replay)
+        for source, key, is_again in stash:
+            self.on_forward(source, key, is_again)
         self.pipeline.look_at_round(self.stage)
 
     def on_step_end(self, digest: str, slot: int) -> None:

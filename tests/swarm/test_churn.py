@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.churn import Churn, compare
+from tests.kit.churn import MAX_STALL_S, Churn, compare
 from tests.kit.swarm import Host
 
 pytestmark = [pytest.mark.e2e, pytest.mark.fault]
@@ -20,7 +20,9 @@ def test_a_swarm_whose_members_die_and_are_replaced_trains_on(host: Host, tmp_pa
     churn.make_run()
     calm = churn.soak("calm", CALM_S)
     churned = churn.soak("churn", CHURN_S, KILL_EVERY_S)
-    result = compare(churned, calm)
+    # On a machine that others use too the calm run stands still as well.
+    most_stall_s = max(MAX_STALL_S, 3 * max(calm.stalls.values()))
+    result = compare(churned, calm, most_stall_s=most_stall_s)
     print(json.dumps(result, indent=2))
     assert not result["problems"], "\n".join([*result["problems"], churned.report])
     assert len(churned.kills) >= 4

@@ -116,13 +116,13 @@ def test_a_taken_metrics_port_is_named(waiting_swarm: Swarm) -> None:
         expect_refusal(waiting_swarm, waiting_swarm.join(0, "a", metrics_port=port), str(port))
 
 
-def test_a_peer_that_comes_after_the_first_step_is_told_so(swarm: Swarm) -> None:
-    swarm.make_run(stages=2, replicas=1, steps=10_000)
+def test_a_peer_that_comes_after_the_last_step_is_told_so(swarm: Swarm) -> None:
+    swarm.make_run(stages=2, replicas=1, steps=2)
     swarm.seed()
-    first = swarm.join(0, "a")
-    swarm.join(1, "b")
-    wait_for(lambda: first.step >= 2, 90.0, "two steps", swarm)
-    expect_refusal(swarm, swarm.join(1, "late"), "joining a running swarm is not supported yet")
+    swarm.join(0, "a", serve_after_s=120.0)
+    swarm.join(1, "b", serve_after_s=120.0)
+    swarm.wait_finished(["a", "b"], 90.0)
+    expect_refusal(swarm, swarm.join(1, "late"), "the run is finished")
     assert swarm.code("a") is None, "the run goes on undisturbed"
 
 

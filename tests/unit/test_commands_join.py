@@ -22,7 +22,11 @@ def test_join_flags_become_the_peers_settings() -> None:
     assert config.compute.microseconds_per_token == 12.5
 
 
-@pytest.mark.parametrize("text", ["auto", "0-3", "-1", "x", "1.5", ""])
+def test_stage_may_be_chosen_automatically() -> None:
+    assert parse_stage("auto") == "auto"
+
+
+@pytest.mark.parametrize("text", ["automatic", "0-3", "-1", "x", "1.5", ""])
 def test_stage_that_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="stage"):
         parse_stage(text)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers.limits import LIMITS
 from peers.routing import BACKOFF_CEILING_S, BACKOFF_FIRST_S, Router
 
 
@@ -146,3 +147,49 @@ def test_outstanding_never_exceeds_the_window_nor_forgets_a_key(seed: int) -> No
             del held[done]
         for peer in "abc":
             assert made.outstanding(peer) == sum(1 for owner in held.values() if owner == peer) <= 3
+
+
+def test_neighbour_without_room_rests_twice_as_long_every_time_and_one_burst_counts_once() -> None:
+    made, now, rest = router("a"), 10.0, LIMITS.busy_retry_s
+    for _ in range(6):
+        for key in range(4):
+            made.sent("a", key, now)
+        for key in range(4):
+            made.busy("a", key, now)
+        assert made.choose(now + rest * 0.99) is None and made.choose(now + rest * 1.01) == "a"
+        now, rest = now + rest * 1.01, min(2 * rest, LIMITS.busy_ceiling_s)
+    made.accepted("a")
+    made.busy("a", 9, now)
+    assert made.choose(now + LIMITS.busy_retry_s * 1.01) == "a", "accepting resets the rest"
+
+
+def test_neighbour_gets_as_much_as_it_had_room_for_and_slowly_more() -> None:
+    made = router("a", window=8)
+    for key in range(8):
+        made.sent("a", key, 0.0)
+    for key in range(5):
+        made.busy("a", key, 0.0)
+    assert made.choose(1.0) is None and made.outstanding("a") == 3
+    made.returned("a", 7, 1.0)
+    assert made.choose(1.0) == "a"
+    made.sent("a", 0, 1.0)
+    assert made.choose(1.0) is None
+
+
+def test_other_neighbour_is_preferred_while_one_has_no_room() -> None:
+    made = measured(fast=0.1, slow=5.0)
+    made.busy("fast", 1, 200.0)
+    assert made.choose(200.0) == "slow"
+
+
+def test_fenced_neighbour_gets_no_work_of_that_plan_until_fences_are_lifted() -> None:
+    made = router("a")
+    made.fence("a", "plan")
+    assert made.choose(0.0, plan="plan") is None and made.choose(0.0, plan="next") == "a"
+    made.remove("a")
+    made.add("a")
+    assert made.is_fenced("a", "plan"), "a link that breaks changes nothing"
+    made.lift_fences(keep="plan")
+    assert made.choose(0.0, plan="plan", is_urgent=True) is None
+    made.lift_fences_of("a")
+    assert made.choose(0.0, plan="plan") == "a"

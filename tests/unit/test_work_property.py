@@ -111,7 +111,13 @@ def test_restarted_and_resynchronised_peers_cost_no_key(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_two_deaths_in_neighbouring_stages_lose_only_what_nobody_can_give(stage: int) -> None:
     """Every key is once in the committed ledgers or in the lost list; mostly nothing is lost at all."""
-    pairs = [("kill", "kill"), ("kill", "fence"), ("fence", "kill"), ("kill", "resync"), ("restart", "restart")]
+    pairs = [
+        ("kill", "kill"),
+        ("kill", "fence"),
+        ("fence", "kill"),
+        ("kill", "resync"),
+        ("restart", "restart"),
+    ]
     counted: Counter[str] = Counter()
     for one, other in pairs:
         counted += check(range(40), (2, 2, 2), troubles=((one, stage), (other, stage + 1)), may_lose=True)
