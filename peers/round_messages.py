@@ -6,8 +6,6 @@ Everything here arrives from remote peers: `parse_*` raise FrameError and nothin
 from __future__ import annotations
 
 import hashlib
-import reprlib
-import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +13,13 @@ from typing import Any
 import msgpack
 
 from peers.frames import FrameError, need, need_count, need_texts
+from peers.round_fields import HASH_LENGTH as HASH_LENGTH
+from peers.round_fields import PEER_LENGTH, keys_of, peers_of, sketch_of, text_of
 from swarm.plan import MAX_ROSTER, MAX_SAMPLES_PER_STEP, MAX_SLOTS, MicrobatchKey
 
 MAX_STEP = 2**40
 MAX_WEIGHT = 2**40
 MAX_SUSPECTS = 16
-HASH_LENGTH = 64
-PEER_LENGTH = 128
-SKETCH_LENGTH = 2048
 
 CompactKey = tuple[int, int]
 """A key within a known plan: (slot, microbatch)."""
@@ -270,7 +267,7 @@ def compact(keys: Iterable[MicrobatchKey]) -> tuple[CompactKey, ...]:
 
 def parse_arrival(header: dict[str, Any]) -> Arrival:
     """An ARRIVE frame's header."""
-    keys, lost = _keys(header, "keys"), _keys(header, "lost")
+    keys, lost = keys_of(header, "keys"), keys_of(header, "lost")
     if len(keys) + len(lost) > MAX_SAMPLES_PER_STEP or not set(keys).isdisjoint(lost):
         raise FrameError("header", "a member's lost keys are not in its ledger")
     weight = need_count(header, "weight", MAX_WEIGHT)
@@ -278,20 +275,20 @@ def parse_arrival(header: dict[str, Any]) -> Arrival:
         raise FrameError("range", f"a weight of {weight} loss tokens without any key")
     return Arrival(
         step=need_count(header, "step", MAX_STEP),
-        plan=_text(header, "plan"),
+        plan=text_of(header, "plan"),
         keys=keys,
         weight=weight,
         held=_held(header),
         lost=lost,
-        sketch=_sketch(header),
-        lineage=_text(header, "lineage"),
+        sketch=sketch_of(header),
+        lineage=text_of(header, "lineage"),
         attempt=need_count(header, "attempt", MAX_STEP),
     )
 
 
 def parse_group(header: dict[str, Any], leader: str) -> Group:
     """A GROUP frame's header."""
-    members = _peers(header, "members")
+    members = peers_of(header, "members")
     weights = need(header, "weights", list)
     ledgers = need_texts(header, "ledgers", MAX_ROSTER, HASH_LENGTH)
     if not len(members) == len(weights) == len(ledgers):
@@ -301,17 +298,17 @@ def parse_group(header: dict[str, Any], leader: str) -> Group:
     if leader not in members:
         raise FrameError("header", "a leader belongs to its own group")
     return Group(
-        id=_text(header, "id"),
+        id=text_of(header, "id"),
         step=need_count(header, "step", MAX_STEP),
         attempt=need_count(header, "attempt", MAX_STEP),
         leader=leader,
         members=members,
         weights=tuple(weights),
         ledgers=tuple(ledgers),
-        plan=_text(header, "plan"),
-        lost=_keys(header, "lost"),
-        sketch=_sketch(header),
-        lineage=_text(header, "lineage"),
+        plan=text_of(header, "plan"),
+        lost=keys_of(header, "lost"),
+        sketch=sketch_of(header),
+        lineage=text_of(header, "lineage"),
         held=_held(header),
     )
 
@@ -319,86 +316,49 @@ def parse_group(header: dict[str, Any], leader: str) -> Group:
 def parse_commit(header: dict[str, Any]) -> Commit:
     """A COMMIT frame's header."""
     return Commit(
-        group=_text(header, "group"),
+        group=text_of(header, "group"),
         step=need_count(header, "step", MAX_STEP),
         attempt=need_count(header, "attempt", MAX_STEP),
-        digest=_text(header, "digest"),
-        leader=_text(header, "leader", PEER_LENGTH),
-        roster=_peers(header, "roster"),
+        digest=text_of(header, "digest"),
+        leader=text_of(header, "leader", PEER_LENGTH),
+        roster=peers_of(header, "roster"),
         plan=need(header, "plan", bytes),
         sources=tuple(need_texts(header, "sources", MAX_SLOTS)),
-        lineage=_text(header, "lineage"),
-        followers=_peers(header, "followers"),
-        lost=_keys(header, "lost"),
+        lineage=text_of(header, "lineage"),
+        followers=peers_of(header, "followers"),
+        lost=keys_of(header, "lost"),
         weight=need_count(header, "weight", MAX_WEIGHT),
     )
 
 
 def parse_digest(header: dict[str, Any]) -> Digest:
     """A DIGEST frame's header."""
-    return Digest(_text(header, "group"), _text(header, "digest"), need_count(header, "step", MAX_STEP))
+    return Digest(text_of(header, "group"), text_of(header, "digest"), need_count(header, "step", MAX_STEP))
 
 
 def parse_failure(header: dict[str, Any]) -> Failure:
     """A FAILED frame's header; an unknown reason becomes "other"."""
-    suspects = _peers(header, "suspects", MAX_SUSPECTS)
+    suspects = peers_of(header, "suspects", MAX_SUSPECTS)
     step = need_count(header, "step", MAX_STEP)
-    return Failure(_text(header, "group"), known_reason(_text(header, "reason")), suspects, step)
-
-
-def _text(header: dict[str, Any], name: str, length: int = HASH_LENGTH) -> str:
-    text = need(header, name, str)
-    if len(text) > length:
-        raise FrameError("header", f"field {name!r}: at most {length} characters expected")
-    return text
-
-
-def _sketch(header: dict[str, Any]) -> str:
-    sketch = _text(header, "sketch", SKETCH_LENGTH)
-    if not set(sketch) <= set(string.hexdigits):
-        raise FrameError("header", "a sketch is hex text")
-    return sketch
-
-
-def _peers(header: dict[str, Any], name: str, count: int = MAX_ROSTER) -> tuple[str, ...]:
-    peers = need_texts(header, name, count, PEER_LENGTH)
-    if len(set(peers)) != len(peers):
-        raise FrameError("header", f"field {name!r} names a peer twice")
-    return tuple(peers)
-
-
-def _keys(header: dict[str, Any], name: str) -> tuple[CompactKey, ...]:
-    raw = need(header, name, list)
-    if len(raw) > MAX_SAMPLES_PER_STEP:
-        raise FrameError("range", f"field {name!r}: {len(raw)} keys")
-    keys: list[CompactKey] = []
-    for item in raw:
-        if not isinstance(item, list) or len(item) != 2 or any(type(part) is not int for part in item):
-            raise FrameError("header", f"a ledger key is [slot, microbatch], got {reprlib.repr(item):.40}")
-        if not (0 <= item[0] < MAX_SLOTS and 0 <= item[1] < MAX_SAMPLES_PER_STEP):
-            raise FrameError("range", f"ledger key {reprlib.repr(item):.40} is out of range")
-        keys.append((item[0], item[1]))
-    if len(set(keys)) != len(keys):
-        raise FrameError("header", f"field {name!r} names a key twice")
-    return tuple(sorted(keys))
+    return Failure(text_of(header, "group"), known_reason(text_of(header, "reason")), suspects, step)
 
 
 def _held(header: dict[str, Any]) -> Held | None:
     raw = need(header, "held", dict)
     if not raw:
         return None
-    voters, members = _peers(raw, "voters"), _peers(raw, "members")
+    voters, members = peers_of(raw, "voters"), peers_of(raw, "members")
     if not voters or not members:
         raise FrameError("header", "an average that is held has members")
     return Held(
-        group=_text(raw, "group"),
-        digest=_text(raw, "digest"),
+        group=text_of(raw, "group"),
+        digest=text_of(raw, "digest"),
         attempt=need_count(raw, "attempt", MAX_STEP),
-        ballot=_text(raw, "ballot"),
+        ballot=text_of(raw, "ballot"),
         voters=voters,
-        leader=_text(raw, "leader", PEER_LENGTH),
+        leader=text_of(raw, "leader", PEER_LENGTH),
         members=members,
         weight=need_count(raw, "weight", MAX_WEIGHT),
-        lost=_keys(raw, "lost"),
+        lost=keys_of(raw, "lost"),
         has_average=need(raw, "has_average", bool),
     )

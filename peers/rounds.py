@@ -29,7 +29,7 @@ from peers.round_actions import (
     Send,
     Unfence,
 )
-from peers.round_leader import RoundLeader
+from peers.round_meeting import RoundMeeting
 from peers.round_messages import Arrival, Commit, CompactKey, Digest, Failure, Group, Held
 from peers.round_state import REPORT_EVERY_S, PlanFactory
 
@@ -54,14 +54,12 @@ __all__ = [
     "Unfence",
 ]
 
-ASKS_AHEAD = 5
-"""Answers of a member one step ahead without the COMMIT that led there, after which it counts as unreachable."""
 MEET_EVERY_S = 10.0
 STEPPED_DOWN_S = 60.0
 """How long a leader that stepped down comes last in the order."""
 
 
-class RoundCore(RoundLeader):
+class RoundCore(RoundMeeting):
     """The rounds of one stage as one member, or follower, sees them. Every event returns what is to be done."""
 
     # -- work --------------------------------------------------------------------------------------------
@@ -318,9 +316,10 @@ class RoundCore(RoundLeader):
             return self._answer(peer, now)
         if peer in self._follows or len(self._follows) < LIMITS.links:
             self._follows[peer] = (version, now)
-        if peer in self.followers or peer not in self.roster or peer in self._silent:
+        if peer in self.followers or peer not in self.roster:
             return []
         # One that is ahead of this peer may have voted for a COMMIT of this step: then that vote counts.
+        self._silent[peer] = min(version, self._silent.get(peer, version))
         return self._on_silent(peer, version, now)
 
     def tick(self, now: float) -> list[Action]:
@@ -399,38 +398,3 @@ class RoundCore(RoundLeader):
                     return self._withdraw(group, now, "disconnected")
                 actions = self._abandon("disconnected", now)
         return actions + self._report(now)
-
-    def _on_ahead(self, peer: str, arrival: Arrival, now: float) -> list[Action]:
-        """A member of a later step. One step ahead it has a COMMIT that this peer lacks, and answers with it."""
-        is_next = arrival.step == self.step + 1
-        if is_next and (peer in self._next_arrivals or len(self._next_arrivals) < LIMITS.links):
-            self._next_arrivals[peer] = arrival
-        if self.phase is Phase.APPLYING:
-            return []
-        if is_next and self._asked_ahead[peer] < ASKS_AHEAD:
-            asked = self._answer(peer, now)
-            self._asked_ahead[peer] += len(asked)
-            return asked
-        return self._halt(Diverged(peer, arrival.step, arrival.lineage))
-
-    def _meet(self, peer: str, step: int, lineage: str, now: float) -> list[Action]:
-        """Weights of another lineage: the higher (step, lineage) wins, and the other one hears of it."""
-        if (step, lineage) > self.position and self.phase is not Phase.APPLYING:
-            return self._halt(Diverged(peer, step, lineage))
-        return self._answer(peer, now)
-
-    def _remind(self, peer: str) -> list[Action]:
-        """Tell a replica at the same step how it came about: who is in the roster, and which plan is in force."""
-        return [Send(peer, Kind.COMMIT, self.last_commit)] if self.last_commit is not None else []
-
-    def _on_previous(self, peer: str, commit: Commit, now: float) -> list[Action]:
-        """A COMMIT of the step that this peer has behind it."""
-        if commit.next_lineage != self.lineage:
-            return self._meet(peer, commit.next_step, commit.next_lineage, now)
-        last = self.last_commit
-        if self.me not in commit.roster and self.me not in commit.followers:
-            return self._halt(Dropped(commit))
-        if last is not None and (commit.attempt, commit.plan) <= (last.attempt, last.plan):
-            return []
-        self.last_commit = commit
-        return [Replan(commit)] if commit.plan else []

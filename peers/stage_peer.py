@@ -9,14 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from hivemind.p2p import P2P
 
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
 from dht.records import PeerRecord
-from peers import injector
 from peers.announcer import Announcer
 from peers.catchup import CatchUp
 from peers.checkpoint import CheckpointStore
@@ -33,7 +31,6 @@ from peers.metrics import Metrics
 from peers.payloads import largest_payload
 from peers.prepare import prepare_stage
 from peers.reporting import Reporter
-from peers.round_messages import compact
 from peers.run_files import RunFiles
 from peers.snapshots import Snapshots
 from peers.stage_view import StageView
@@ -161,7 +158,6 @@ class StagePeer:
             note=note,
             trace_ledger=self._config.trace_ledger,
         )
-        injector.testify(self._testimony)
         self._announcer.trainer, self._announcer.snapshots = self._trainer, self._snapshots
         self._status.trainer, self._status.links = self._trainer, links
         self._metrics.links = _OpenLinks(links)
@@ -174,11 +170,6 @@ class StagePeer:
         finally:
             await self._keep_state()
             await links.close()
-
-    def _testimony(self) -> dict[str, Any]:
-        """What goes with this peer when it dies now (see `injector`)."""
-        core = self._trainer.worker.core
-        return {"step": core.version, "ledger": [list(key) for key in compact(core.ledger)]}
 
     async def _keep_state(self) -> None:
         """Write what is not written yet, within half of the drain's time: the swarm may be restarted from it."""

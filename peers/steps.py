@@ -52,6 +52,7 @@ class Steps:
         self.stash = Stash()
         self.is_in = False
         self._is_alone = False
+        self._nudged_at = 0.0
         self._links, self._files, self._tasks, self._is_voting = links, files, tasks, is_voting
         self.assignments = Assignments(self.me, links, self._run_slot)
         self.worker: StageWorker
@@ -70,6 +71,18 @@ class Steps:
             self.take_plan(self.plans.parse(commit.plan, step), list(commit.sources))
         elif self.stage == 0 and self._is_alone:
             self._tasks.create_task(self._plan_alone(step))
+
+    def tick(self, now: float) -> None:
+        """Time passes. As lead source of a step whose slots do not end: have them all run, by whoever they are.
+
+        Two peers that took themselves for the lead source may have left a slot to nobody.
+        """
+        plan, rounds = self.worker.core.plan, self.averaging.core
+        if self.stage != 0 or plan is None or rounds.leader != self.me or self.ends.are_complete(plan):
+            self._nudged_at = now
+        elif now - self._nudged_at > LIMITS.nudge_s:
+            self._nudged_at = now
+            self.assignments.recover(plan, rounds.present, self.recovery.fenced)
 
     def suspend(self) -> None:
         """This peer takes no more part: what waits here looks elsewhere."""
@@ -181,13 +194,13 @@ class Steps:
         plan = self.worker.core.plan
         if plan is not None:
             self.on_step_end(plan.digest(), slot)
-            injector.hit("after_step_end", plan.step)
 
     def on_step_end(self, digest: str, slot: int) -> None:
         """A slot has ended, here or by a neighbour's word."""
         if not self.is_in or (self.stage != 0 and self.plans.get(digest) is None):
             return  # whoever says so has said the plan before, or says both again when asked
         if self.ends.add(digest, slot):
+            injector.hit("after_step_end", self.version)
             self.check_ready()
 
     def check_ready(self) -> None:

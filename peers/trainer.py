@@ -235,6 +235,8 @@ class Trainer:
         if self.starter.core.started is not None:
             link.post(Kind.START, self.starter.core.started.header())
         self.steps.repeat(link)
+        if link.hello.stage == self.stage + 1:
+            self.worker.on_link_up(link)
         if self.stage == 0 and link.hello.stage == 0:
             self.steps.assignments.repeat(link)
         if self.is_voting:
@@ -268,6 +270,7 @@ class Trainer:
             return
         self.worker.run(self.worker.core.route(now))
         self.averaging.tick()
+        self.steps.tick(now)
         if not self.finished.is_set():
             self._stall.look(self.version, self.steps.stall_details)
 

@@ -111,14 +111,27 @@ class Network:
         """Put a host's cable back."""
         _sh(f"ip -n {self._router} link set r{index} up")
 
+    def shape(self, index: int, up_mbps: float, down_mbps: float) -> None:
+        """Give a host another line than the one it was made with. Mbit/s; 0 is not shaped."""
+        for namespace, device, mbps in self._ends(index, up_mbps, down_mbps):
+            with suppress(TestbedError):  # there may be none
+                _sh(f"ip netns exec {namespace} tc qdisc del dev {device} root")
+            _shape(namespace, device, mbps)
+
     def lose(self, index: int, share: float) -> None:
         """Drop this share (0 to 1) of the packets that a host sends and of those sent to it, at random.
 
-        Needs iptables. Raises TestbedError.
+        Needs nft. Raises TestbedError.
         """
-        for way in ("-i", "-o"):
-            rule = f"-m statistic --mode random --probability {share} -j DROP"
-            _sh(f"ip netns exec {self._router} iptables -w -A FORWARD {way} r{index} {rule}")
+        nft, table = f"ip netns exec {self._router} nft", f"ip loss{index}"
+        with suppress(TestbedError):  # there may be none
+            _sh(f"{nft} delete table {table}")
+        if share:
+            _sh(f"{nft} add table {table}")
+            _sh(f"{nft} add chain {table} forward {{ type filter hook forward priority 0; }}")
+            for way in ("iifname", "oifname"):
+                chance = f"numgen random mod 10000 < {round(share * 10000)}"
+                _sh(f"{nft} add rule {table} forward {way} r{index} {chance} drop")
 
     def close(self) -> None:
         """End every process started here and remove the namespaces; harmless when repeated."""
@@ -163,8 +176,12 @@ class Network:
         _sh(f"ip -n {inside} addr add {net}.2/24 dev eth0")
         # A namespace may not choose its congestion control by sysctl, but a route may; cubic is what most have.
         _sh(f"ip -n {inside} route add default via {net}.1 congctl cubic")
-        _shape(inside, "eth0", host.up_mbps)
-        _shape(router, f"r{index}", host.down_mbps)
+        for namespace, device, mbps in self._ends(index, host.up_mbps, host.down_mbps):
+            _shape(namespace, device, mbps)
+
+    def _ends(self, index: int, up_mbps: float, down_mbps: float) -> list[tuple[str, str, float]]:
+        """Where a host's line is shaped: namespace, device, Mbit/s of each direction."""
+        return [(self.namespace(index), "eth0", up_mbps), (self._router, f"r{index}", down_mbps)]
 
     def _join(self, one: str, one_device: str, other: str, other_device: str) -> None:
         _sh(f"ip -n {one} link add {one_device} type veth peer name {other_device} netns {other}")

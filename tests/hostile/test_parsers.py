@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from dht.identity import Identity
 from dht.records import ManifestPointer, PeerRecord, RecordError, decode_record, encode_record
 from peers import round_messages
-from peers.frames import Frame, FrameError, Kind, decode_header, unpack_tensors
-from peers.limits import LIMITS, Limits
+from peers.frames import LONG_HEADERS, Frame, FrameError, Kind, decode_header, unpack_tensors
+from peers.limits import LIMITS
 from peers.link import read_frame
 from peers.links import parse_hello
 from peers.payloads import BatchFormat, unpack_forward
@@ -294,5 +295,36 @@ def test_any_value_in_place_of_a_record_is_refused(value: Any) -> None:
         decode_record(msgpack.packb(made))
 
 
-def test_limits_are_what_these_tests_think() -> None:
-    assert Limits().header_bytes == 2**20 and Limits().offences >= 1
+def test_a_frame_that_trickles_in_ends_at_its_deadline() -> None:
+    async def scenario() -> None:
+        reader = asyncio.StreamReader()
+        wire = wire_of(Frame(Kind.FORWARD, HEADERS[Kind.FORWARD], (memoryview(bytearray(1000)),)))
+        reader.feed_data(wire[:200])
+        limits = dataclasses.replace(LIMITS, frame_s=0.2, frame_floor_bytes_per_s=1e6)
+        trickle = asyncio.create_task(_trickle(reader))
+        with pytest.raises(FrameError) as caught:
+            await asyncio.wait_for(read_frame(reader, 2000, limits), 10)
+        assert caught.value.reason == "slow"
+        trickle.cancel()
+
+    asyncio.run(scenario())
+
+
+async def _trickle(reader: asyncio.StreamReader) -> None:
+    while True:
+        reader.feed_data(b"\x00")
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_only_kinds_that_need_it_have_long_headers(kind: Kind) -> None:
+    """What waits in a queue is counted by its payload, and a parsed header takes up to 90 times its bytes."""
+    header = Frame(kind, {"more": "x" * LIMITS.short_header_bytes}).encode_head()[8:]
+    if kind in LONG_HEADERS:
+        assert decode_header(header)[0] is kind
+    else:
+        with pytest.raises(FrameError, match="oversize"):
+            decode_header(header)
+    late = msgpack.packb({"more": "x" * LIMITS.short_header_bytes, "kind": kind.value})
+    with pytest.raises(FrameError, match="oversize"):
+        decode_header(late)  # its kind would be known only after all of it was read

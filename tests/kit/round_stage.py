@@ -387,7 +387,6 @@ def check(seeds: range, size: int, world: World) -> Counter[str]:
         for member in stage.members.values():
             seen.update(type(action).__name__ for action in member.outs)
     if broken:
-        print({seed: str(error).split("\n", 1)[0][:60] for seed, error in broken.items()})
         kinds = Counter(str(error).split("\n", 1)[0].split(": [")[0] for error in broken.values())
         first = next(iter(broken.values()))
         raise AssertionError(f"{len(broken)} of {len(seeds)} seeds: {dict(kinds)}\n{first}")

@@ -43,11 +43,24 @@ def test_stage_that_is_no_number_is_refused(text: str) -> None:
         ({"keep_checkpoints": 0}, "--keep-checkpoints"),
         ({"listen": ()}, "--listen is empty"),
         ({"serve_after_s": -1.0}, "--serve-after-s"),
+        ({"max_upload_mbps": 0.0}, "--max-upload-mbps 0: at least 0.5"),
+        ({"max_upload_mbps": float("nan")}, "--max-upload-mbps nan"),
+        ({"max_download_mbps": 0.4}, "--max-download-mbps 0.4: at least 0.5"),
+        ({"max_download_mbps": float("inf")}, "leave the option out for no cap"),
     ],
 )
 def test_bad_values_name_flag_and_value(more: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         join.peer_config(options(**more))
+
+
+def test_caps_reach_the_peer_and_there_are_none_unless_asked_for(tmp_path: Path) -> None:
+    config = join.peer_config(options(max_upload_mbps=4.5, max_download_mbps=0.5))
+    assert (config.max_upload_mbps, config.max_download_mbps) == (4.5, 0.5)
+    config = decode_config(encode_config(join.peer_config(options())))
+    assert (config.max_upload_mbps, config.max_download_mbps) == (None, None)
+    (tmp_path / "manifest.yaml").touch()
+    assert seed.peer_config(seed.SeedOptions(run_dir=tmp_path, max_upload_mbps=20)).max_upload_mbps == 20
 
 
 def test_seed_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

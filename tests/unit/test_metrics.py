@@ -79,6 +79,16 @@ def test_every_name_has_the_prefix_and_every_series_exists_from_the_start() -> N
     assert samples(metrics)["swarm_peer_state"][("swarm_peer_state", "online"),] == 1
 
 
+def test_caps_and_waits_are_told_by_direction_and_priority() -> None:
+    traffic = Traffic(8.0, None)
+    traffic.upload.waited_s[3] = 2.5
+    found = samples(Metrics(traffic))
+    assert found["swarm_peer_cap_bytes_per_second"] == {(("direction", "up"),): 1e6}
+    waits = found["swarm_peer_shaper_wait_seconds_total"]
+    assert waits[("direction", "up"), ("priority", "averaging")] == 2.5
+    assert len(waits) == 8 and sum(waits.values()) == 2.5
+
+
 def test_links_are_looked_up_when_somebody_asks() -> None:
     metrics = Metrics(Traffic())
     hello = SimpleNamespace(stage=2)
