@@ -67,11 +67,15 @@ class FetchStream:
         self._reader = cast("asyncio.StreamReader", _IdleReader(reader, idle_s))
         self._writer, self._idle_s = writer, idle_s
         traffic = traffic or Traffic()
+        self._download = traffic.download
         self._requests = traffic.lane("up", NO_STAGE, is_bulk=False)
         self._answers = PatientValve(traffic.lane("down", NO_STAGE, is_bulk=True))
 
     async def ask(self, want: str, run_id: str, **more: Any) -> None:
-        """Send a request."""
+        """Send a request. Under a download cap the holder is asked to be no faster than this stream's part of it:
+        libp2p's own flow control would stop it and let it go in steps of half a second and more."""
+        if self._download.is_limited:
+            more["pace"] = int(self._download.rate_bytes_per_s / LIMITS.bulk_streams)
         frame = Frame(Kind.FETCH, {"protocol": PROTOCOL_VERSION, "want": want, "run": run_id, **more})
         async with asyncio.timeout(self._idle_s):
             await write_frame(self._writer, frame, valve=self._requests)

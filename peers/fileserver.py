@@ -5,7 +5,7 @@ at most 1 MiB, or one REFUSED frame with a reason (`Refused`) and a sentence for
 
     want "manifest"             the run's manifest                     CHUNK index, nbytes, protocol, run
     want "meta"   name          the file's `Artifact` as JSON          CHUNK index, nbytes, protocol, run
-    want "chunks" name first count    1 MiB pieces first .. first+count-1    CHUNK index
+    want "chunks" name first count [pace]    1 MiB pieces first .. first+count-1, at so many bytes/s    CHUNK index
 
 Under an upload cap files leave at the lowest priority: training goes first, a tenth of the line is theirs.
 Only what was registered, or stands in a manifest that is held, has a name here: no name is ever turned into
@@ -28,7 +28,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
-from peers.streams import PatientValve, read_frame, write_frame
+from peers.streams import PacedValve, PatientValve, read_frame, write_frame
 from peers.traffic import Traffic
 from swarm.manifest import ARTIFACT_CHUNK_BYTES, Artifact, RunManifest
 
@@ -46,6 +46,8 @@ moves faster than the deadline asks for even while training takes what it can.""
 CHUNKS_PER_REQUEST = 64
 CHUNK_DEADLINE_FACTOR = 16
 """A chunk may take this many times `fetch_idle_s`, as long as bytes keep moving: 3.3 KB/s at the least."""
+LEAST_PACE, MOST_PACE = 16 * 1024, 1 << 40
+"""Bytes per second a request may ask for; below the least a stranger could hold a transfer for ever."""
 HASHING_PATIENCE_S = 8.0
 """A file that is still being hashed after this long is refused as busy; the client asks again."""
 LINGER_S = 2.0
@@ -109,7 +111,13 @@ class _Answers:
 
     def __init__(self, writer: asyncio.StreamWriter, traffic: Traffic) -> None:
         self._writer = writer
-        self._valve = PatientValve(traffic.lane("up", NO_STAGE, is_bulk=True))
+        self._paced = PacedValve(traffic.lane("up", NO_STAGE, is_bulk=True))
+        self._valve = PatientValve(self._paced)
+
+    def pace(self, header: dict[str, Any]) -> None:
+        """Answer no faster than a request wants it. Raises FrameError."""
+        pace = need_count(header, "pace", MOST_PACE) if "pace" in header else None
+        self._paced.pace(None if pace is None else max(pace, LEAST_PACE))
 
     async def write(self, frame: Frame) -> None:
         """Write a frame. Raises TimeoutError if the other side does not take it."""
@@ -278,6 +286,7 @@ class FileServer:
         elif want == "chunks":
             first = need_count(header, "first", LIMITS.artifact_bytes // ARTIFACT_CHUNK_BYTES)
             count = need_count(header, "count", CHUNKS_PER_REQUEST)
+            answers.pace(header)
             await self._send_chunks(answers, name, file, first, count)
         else:
             raise FrameError("header", f"field 'want': {want[:40]!r} is none of manifest, meta, chunks")

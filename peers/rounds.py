@@ -327,7 +327,8 @@ class RoundCore(RoundMeeting):
         if self.is_out:
             return []
         # Not everybody heard of it, and who has not takes another peer for the leader.
-        self._stepped_down = {p: at for p, at in self._stepped_down.items() if now - at < STEPPED_DOWN_S}
+        if self._stepped_down:
+            self._stepped_down = {p: at for p, at in self._stepped_down.items() if now - at < STEPPED_DOWN_S}
         actions: list[Action] = []
         if self._fail_at is not None and now >= self._fail_at:
             actions = self._fail_late(now)

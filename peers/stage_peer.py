@@ -44,8 +44,6 @@ from swarm.manifest import RunManifest
 logger = logging.getLogger("swarm_peer.session")
 TICK_S = 0.1
 PUBLISH_S = 5.0
-REDIAL_LOST_S = 10.0
-"""A peer that was lost is dialled again this much later, while its record lives."""
 
 
 class StagePeer:
@@ -77,7 +75,6 @@ class StagePeer:
         self._lifecycle, self._traffic, self._metrics = lifecycle, traffic, metrics
         self._status, self._reporter, self._addresses = status, reporter, addresses
         self._linked: set[str] = set()
-        self._lost: dict[str, float] = {}
         self._waiting_for = ""
         self._refreshing: asyncio.Task[bool] | None = None
         self._links: Links
@@ -225,9 +222,8 @@ class StagePeer:
         """Ask for links with everybody in the own stage and the two beside it."""
         for peer, record in view.items():
             stage = record.stage
-            was_lost = time.monotonic() - self._lost.get(peer, float("-inf")) < REDIAL_LOST_S
             is_near = stage is not None and abs(stage - self._stage) <= 1
-            if record.state == "online" and stage is not None and is_near and not was_lost:
+            if record.state == "online" and stage is not None and is_near:
                 self._links.want(peer, stage, record.addresses, record.incarnation)
 
     def _say_who_is_missing(self, held: Held, wanted: int) -> None:
@@ -259,7 +255,6 @@ class StagePeer:
 
     def _on_up(self, link: Link) -> None:
         self._linked.add(link.peer)
-        self._lost.pop(link.peer, None)
         self._trainer.on_up(link)
 
     def _on_lost(self, peer: str, reason: str) -> None:
@@ -267,7 +262,6 @@ class StagePeer:
         if trainer.finished.is_set():
             return
         stage = self._links.neighbours[peer].stage
-        self._lost[peer] = time.monotonic()
         if peer in self._linked:
             self._linked.discard(peer)
             what = "left" if reason == LEFT else f"is lost ({reason})"

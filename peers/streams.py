@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from typing import Protocol
 
 from peers.frames import PREFIX, Frame, FrameError, Kind, decode_header
 from peers.limits import LIMITS, Limits
+from peers.shaper import BURST_S
+from peers.shaping import TokenBucket
+
+LEAST_PIECE_BYTES = 4096
 
 
 class Valve(Protocol):
@@ -117,6 +122,35 @@ def pieces(frame: Frame, piece_bytes: int) -> Iterator[tuple[int, list[bytes | m
             nbytes += part.nbytes
             offset += part.nbytes
     yield nbytes, parts
+
+
+class PacedValve:
+    """A valve that the other side may ask to be slower; at first it is only the lane."""
+
+    def __init__(self, lane: Valve) -> None:
+        self._lane = lane
+        self._bucket: TokenBucket | None = None
+        self.piece_bytes = lane.piece_bytes
+        """See `Valve`."""
+
+    def pace(self, bytes_per_s: float | None) -> None:
+        """Let through no more than this from now on; None is no bound."""
+        self._bucket, self.piece_bytes = None, self._lane.piece_bytes
+        if bytes_per_s is not None:
+            burst = max(1.0, bytes_per_s * BURST_S)
+            self._bucket = TokenBucket(bytes_per_s, burst, time.monotonic())
+            self.piece_bytes = min(self.piece_bytes, max(int(burst), LEAST_PIECE_BYTES))
+
+    async def passes(self, kind: Kind, nbytes: int) -> None:
+        """See `Valve`."""
+        if self._bucket is not None:
+            await asyncio.sleep(self._bucket.seconds_until_ready(time.monotonic()))
+            self._bucket.take(nbytes, time.monotonic())
+        await self._lane.passes(kind, nbytes)
+
+    def has_passed(self, kind: Kind) -> None:
+        """See `Valve`."""
+        self._lane.has_passed(kind)
 
 
 class PatientValve:

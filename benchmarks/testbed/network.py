@@ -43,6 +43,10 @@ class Host:
     down_mbps: float = 0.0
     delay_ms: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not all(0 <= value < 1e6 for value in (self.up_mbps, self.down_mbps, self.delay_ms)):
+            raise TestbedError(f"{self}: Mbit/s and milliseconds from 0 to below a million")
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """`UP_MBPS:DOWN_MBPS:DELAY_MS`. Raises TestbedError."""

@@ -233,6 +233,27 @@ def test_a_transfer_gets_through_while_training_takes_all_it_can(tmp_path: Path)
     run(scenario())
 
 
+def test_a_fetch_under_a_download_cap_comes_at_that_rate_and_no_faster(tmp_path: Path) -> None:
+    content = content_of(4 << 20)
+    manifest = make_run(tmp_path / "served", content)
+
+    async def scenario() -> None:
+        async with nodes((0, None, None), (1, None, CAP_MBPS)) as (donor, joiner):
+            server = FileServer(donor.p2p, donor.traffic)
+            await server.start()
+            server.add_run(manifest, tmp_path / "served")
+            target = tmp_path / "mine"
+            arguments = (joiner.p2p, [donor.links.me], manifest.artifacts[0], manifest.run_id, target)
+            fetch = asyncio.create_task(fetch_artifact(*arguments, traffic=joiner.traffic))
+            await until(lambda: donor.traffic.total("up", Kind.CHUNK) > 1 << 19)
+            assert await rate_of(lambda: donor.traffic.total("up", Kind.CHUNK), 2.0) <= 1.05 * CAP_BYTES_PER_S
+            await fetch
+            assert target.read_bytes() == content
+            await server.close()
+
+    run(scenario())
+
+
 @pytest.mark.skipif(not is_possible(), reason="needs root, ip and tc to make network namespaces")
 def test_the_interface_sees_no_more_than_the_cap() -> None:
     command = [sys.executable, "-m", "benchmarks.shaper", "--rates", "20", "--neighbours", "4"]

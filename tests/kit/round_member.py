@@ -159,7 +159,7 @@ class Member:
         if self.is_dead:
             return
         self.run(self.core.tick(self.world.sim.now))
-        self.world.sim.after(0.25, self.tick)
+        self.world.sim.after(0.5, self.tick)
 
     # -- exchange and apply --------------------------------------------------------------------------------
 

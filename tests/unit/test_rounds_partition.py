@@ -11,7 +11,7 @@ from tests.kit.round_stage import World, check
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_no_two_halves_commit_a_step_and_all_are_one_after_healing(size: int, is_source: bool) -> None:
     """At stage 0 two leaders may commit one average with two plans: then all train the later one."""
-    check(range(130), size, World(partitions=2, is_source=is_source))
+    check(range(100), size, World(partitions=2, is_source=is_source))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -19,7 +19,7 @@ def test_partitions_among_all_other_trouble_split_nobody(size: int) -> None:
     trouble = {"late": 0.1, "doubled": 0.05, "lost": 0.1, "slow_exchange": 0.1, "failing_exchange": 0.1}
     for is_source in (False, True):
         world = World(partitions=3, flaps=3, steps=6, deadline_s=3000.0, is_source=is_source, **trouble)
-        check(range(30), size, world)
+        check(range(25), size, world)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -44,4 +44,4 @@ def test_everything_at_once_ends_in_one_lineage(size: int) -> None:
             is_source=is_source,
             **trouble,
         )
-        check(range(50), size, world)
+        check(range(25), size, world)

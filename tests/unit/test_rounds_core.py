@@ -1,0 +1,402 @@
+"""Single rules of the rounds, one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peers import rounds
+from peers.frames import Kind
+from peers.limits import LIMITS
+from peers.round_ballots import unfinished
+from peers.round_ledgers import cover
+from peers.round_messages import Arrival, Commit, Digest, Failure, Group, Held, next_lineage
+from peers.round_pace import Pace
+from peers.rounds import RoundCore
+from swarm.plan import seeded_order
+
+KEYS = frozenset((0, number) for number in range(6))
+PLAN = "p" * 64
+NAMES = tuple(seeded_order([f"peer-{i}" for i in range(4)], 7, 1, 0))
+"""In the order in which they lead step 0."""
+LEADER = NAMES[0]
+
+
+def core_of(me: str, roster: tuple[str, ...] = NAMES[:3], followers: tuple[str, ...] = ()) -> RoundCore:
+    core = RoundCore(run_id="run", run_seed=7, stage=1, me=me, make_plan=lambda *_: (b"", ()))
+    core.begin(0, roster, "", followers)
+    core.on_plan(PLAN, KEYS, 0.0)
+    return core
+
+
+def arrival(*numbers: int, lost: tuple[int, ...] = (), held: Held | None = None) -> Arrival:
+    keys = tuple((0, number) for number in numbers)
+    return Arrival(0, PLAN, keys, len(keys), lost=tuple((0, n) for n in lost), held=held)
+
+
+def groups(actions: list[rounds.Action]) -> list[Group]:
+    found = [a.body for a in actions if isinstance(a, rounds.Send) and a.kind is Kind.GROUP]
+    return [body for body in found if isinstance(body, Group)]
+
+
+def entered(actions: list[rounds.Action]) -> Group:
+    (exchange,) = [a for a in actions if isinstance(a, rounds.Exchange)]
+    return exchange.group
+
+
+def commit_of(core: RoundCore, **changes: object) -> Commit:
+    values = {"group": "g", "step": 0, "attempt": 1, "digest": "d", "leader": NAMES[1], "roster": NAMES[1:3]}
+    return Commit(**(values | changes))  # type: ignore[arg-type]
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------
+
+
+def test_deadlines_follow_what_was_measured_within_their_bounds() -> None:
+    pace = Pace()
+    assert (pace.arrival_deadline_s, pace.exchange_deadline_s) == (30.0, 60.0)
+    pace.note_arrival(0.1)
+    pace.note_exchange(0.1)
+    assert (pace.arrival_deadline_s, pace.exchange_deadline_s) == (5.0, 10.0)
+    pace.note_arrival(100.0)
+    pace.note_exchange(200.0)
+    assert (pace.arrival_deadline_s, pace.exchange_deadline_s) == (60.0, 120.0)
+
+
+def test_a_line_that_became_slow_gets_longer_deadlines_until_an_exchange_ends_well() -> None:
+    pace = Pace()
+    pace.note_exchange(1.0)
+    pace.note_late_exchange()
+    assert pace.exchange_deadline_s == 12.0
+    pace.note_late_exchange()
+    assert pace.exchange_deadline_s == 24.0
+    pace.note_exchange(1.0)
+    assert pace.exchange_deadline_s == 10.0
+
+
+# -- who is late -------------------------------------------------------------------------------------------
+
+
+def test_a_late_member_without_keys_is_left_out_and_told_by_the_commit() -> None:
+    core = core_of(LEADER)
+    core.on_ready(arrival(0, 1, 2), 0.0)
+    assert not groups(core.on_arrive(NAMES[1], arrival(3, 4, 5), 1.0))
+    assert not groups(core.tick(29.0))
+    group = entered(core.tick(31.0))
+    assert group.members == (LEADER, NAMES[1]) and core.failures["late"] == 1
+    core.on_exchanged(group.id, "d", 32.0)
+    actions = core.on_digest(NAMES[1], Digest(group.id, "d", 0), 32.0)
+    commits = {a.peer: a.body for a in actions if isinstance(a, rounds.Send)}
+    assert set(commits) == {NAMES[1], NAMES[2]}
+    left_out = core_of(NAMES[2])
+    out = left_out.on_commit(LEADER, commits[NAMES[2]], 33.0)  # type: ignore[arg-type]
+    assert isinstance(out[-1], rounds.Dropped) and left_out.is_out
+
+
+def test_a_late_member_with_keys_is_fenced_and_its_keys_are_taken_from_others() -> None:
+    core = core_of(LEADER)
+    core.on_ready(arrival(0, 1), 0.0)
+    core.on_arrive(NAMES[1], arrival(2, 3), 1.0)
+    assert rounds.Fence(NAMES[2], "late") in core.tick(31.0)
+    assert core.tick(31.5) == []
+    group = entered(core.on_arrive(NAMES[1], arrival(2, 3, 4, 5), 32.0))
+    assert NAMES[2] not in group.members
+
+
+def test_a_leader_without_a_quorum_leaves_nobody_out_and_counts_that_it_is_alone() -> None:
+    core = core_of(LEADER)
+    core.on_ready(arrival(*range(6)), 0.0)
+    core.on_peer_lost(NAMES[1], 0.0)
+    core.tick(20.0)
+    assert core.failures["alone"] == 0
+    assert rounds.AskGone((NAMES[1],)) in core.tick(31.0)
+    assert core.failures["alone"] == 1 and not core.failures["late"]
+    group = entered(core.on_arrive(NAMES[2], arrival(), 32.0))
+    assert group.members == (LEADER, NAMES[2])
+
+
+# -- who is blamed -----------------------------------------------------------------------------------------
+
+
+def exchanging(size: int = 4) -> tuple[RoundCore, Group]:
+    core = core_of(LEADER, NAMES[:size])
+    core.on_ready(arrival(*range(6)), 0.0)
+    actions: list[rounds.Action] = []
+    for name in NAMES[1:size]:
+        actions = core.on_arrive(name, arrival(), 0.0)
+    return core, entered(actions)
+
+
+def test_the_member_blamed_by_most_of_the_others_is_fenced() -> None:
+    core, group = exchanging()
+    slow = NAMES[3]
+    assert core.on_exchange_failed(group.id, "late", (slow,), 60.0) == []
+    assert core.on_failed(NAMES[1], Failure(group.id, "late", (slow,)), 60.5) == []
+    assert rounds.Fence(slow, "late") in core.tick(62.0)
+
+
+def test_one_accuser_is_not_believed_at_once() -> None:
+    core, group = exchanging()
+    core.on_exchange_failed(group.id, "late", (NAMES[3],), 60.0)
+    assert not any(isinstance(a, rounds.Fence) for a in core.tick(62.0))
+    actions: list[rounds.Action] = []
+    for name in NAMES[1:]:
+        actions = core.on_arrive(name, arrival(), 62.5)
+    second = entered(actions)
+    core.on_exchange_failed(second.id, "late", (NAMES[3],), 190.0)
+    assert rounds.Fence(NAMES[3], "late") in core.tick(192.0)
+
+
+def test_nobody_is_left_out_whom_the_quorum_needs() -> None:
+    core, group = exchanging(2)
+    for _ in range(3):
+        core.on_exchange_failed(group.id, "late", (NAMES[1],), 60.0)
+        assert not any(isinstance(a, rounds.Fence) for a in core.tick(62.0))
+        core.on_arrive(NAMES[1], arrival(), 80.0)
+        group = entered(core.tick(80.0)) if core.group is None else core.group
+
+
+def test_a_leader_that_all_wait_for_lets_the_next_one_lead() -> None:
+    core, group = exchanging()
+    for name in NAMES[1:3]:
+        core.on_failed(name, Failure(group.id, "late", (LEADER,)), 60.0)
+    actions = core.tick(62.0)
+    words = [a.body for a in actions if isinstance(a, rounds.Send) and a.peer == NAMES[1]]
+    assert Failure(group.id, "late", (LEADER,)) in words
+    assert core.leader == NAMES[1]
+    other = core_of(NAMES[1], NAMES)
+    other.on_failed(LEADER, Failure(group.id, "late", (LEADER,)), 62.1)
+    assert other.is_leader
+
+
+# -- keys --------------------------------------------------------------------------------------------------
+
+
+def test_of_two_holders_the_smaller_ledger_goes_and_never_the_leaders() -> None:
+    arrivals = {"a": arrival(0, 1), "b": arrival(1, 2, 3), "c": arrival(4, 5)}
+    assert cover(KEYS, arrivals, "c").doubled == ("a",)
+    assert cover(KEYS, arrivals, "a").doubled == ("b",)
+    same = {"a": arrival(0, 1), "b": arrival(1, 2), "c": arrival(4, 5)}
+    assert cover(KEYS, same, "c").doubled == ("b",)
+    assert cover(KEYS, {"a": arrival(0), "b": Arrival(0, PLAN, ((9, 9),), 1)}, "a").doubled == ("b",)
+
+
+def test_a_fenced_member_is_waited_for_until_its_ledger_is_empty() -> None:
+    core = core_of(LEADER, NAMES[:2])
+    core.on_ready(arrival(0, 1, 2, 3, 4, 5), 0.0)
+    assert rounds.Fence(NAMES[1], "key") in core.on_arrive(NAMES[1], arrival(5), 0.0)
+    assert core.on_arrive(NAMES[1], arrival(5), 0.5) == []
+    assert rounds.Fence(NAMES[1], "key") in core.on_arrive(NAMES[1], arrival(5), 5.0)
+    assert entered(core.on_arrive(NAMES[1], arrival(), 6.0)).members == (LEADER, NAMES[1])
+
+
+def test_at_the_fenced_member_nothing_is_reported_before_it_is_ready_again() -> None:
+    core = core_of(NAMES[1])
+    assert core.on_ready(arrival(0), 0.0)
+    assert core.fence(PLAN, 1.0) == []
+    assert core.tick(10.0) == []
+    (sent,) = core.on_ready(arrival(), 11.0)
+    assert isinstance(sent, rounds.Send) and isinstance(sent.body, Arrival) and sent.body.keys == ()
+
+
+def test_lost_keys_are_named_by_the_group_and_accepted_by_who_does_not_hold_them() -> None:
+    core = core_of(LEADER, NAMES[:2])
+    core.on_ready(arrival(0, 1, 2), 0.0)
+    actions = core.on_arrive(NAMES[1], arrival(3, 4, lost=(2, 5)), 0.0)
+    (group,) = groups(actions)
+    assert group.lost == ((0, 5),)
+    member = core_of(NAMES[1], NAMES[:2])
+    member.on_ready(arrival(3, 4, lost=(2, 5)), 0.0)
+    assert entered(member.on_group(LEADER, group, 0.1)) is group
+    holder = core_of(NAMES[1], NAMES[:2])
+    holder.on_ready(arrival(3, 4), 0.0)
+    refusal = holder.on_group(LEADER, replace(group, lost=((0, 4),)), 0.1)
+    assert rounds.Send(LEADER, Kind.FAILED, Failure(group.id, "key")) in refusal
+
+
+def test_keys_that_nobody_has_are_asked_for_after_two_seconds_and_every_five() -> None:
+    core = core_of(LEADER, NAMES[:1])
+    core.on_ready(arrival(0, 1, 2, 3), 10.0)
+    asked = [t for t in range(10, 24) for a in core.tick(float(t)) if isinstance(a, rounds.AskMissing)]
+    assert asked == [12, 17, 22]
+    assert entered(core.on_ready(arrival(*range(6)), 24.0)).members == (LEADER,)
+
+
+# -- followers ---------------------------------------------------------------------------------------------
+
+
+def test_followers_that_are_close_enough_and_there_are_listed_in_the_commit() -> None:
+    core = core_of(LEADER, NAMES[:1])
+    for name, version, at in (("near", 0, 5.0), ("ahead", 1, 5.0), ("stale", 0, -20.0), ("dead", 0, 5.0)):
+        core.on_peer_up(name, 0.0)
+        core.on_follow(name, version, "", at)
+    core.on_peer_lost("dead", 5.0)
+    group = entered(core.on_ready(arrival(*range(6)), 6.0))
+    actions = core.on_exchanged(group.id, "d", 6.0)
+    (applied,) = [a for a in actions if isinstance(a, rounds.Apply)]
+    assert applied.commit.followers == ("near",) and applied.commit.roster == (LEADER,)
+    assert rounds.Send("near", Kind.COMMIT, applied.commit) in actions
+
+
+def test_a_follower_is_waited_for_only_so_long_and_is_a_member_of_weight_zero_if_it_comes() -> None:
+    core = core_of(LEADER, NAMES[:1], followers=("late", "early"))
+    core.on_arrive("early", arrival(), 0.0)
+    assert core.on_ready(arrival(*range(6)), 10.0) == []
+    assert core.tick(10.0 + LIMITS.gate_s - 0.1) == []
+    group = entered(core.tick(10.0 + LIMITS.gate_s))
+    assert group.members == (LEADER, "early") and group.weights == (6, 0)
+    core.on_exchanged(group.id, "d", 16.0)
+    actions = core.on_digest("early", Digest(group.id, "d", 0), 16.0)
+    commit = next(a.commit for a in actions if isinstance(a, rounds.Apply))
+    assert commit.roster == (LEADER, "early") and commit.followers == ()
+    assert rounds.Send("late", Kind.COMMIT, commit) in actions
+
+
+def test_a_follower_reports_to_the_leader_has_no_vote_and_may_not_bring_keys() -> None:
+    follower = core_of("x", NAMES[:1], followers=("x",))
+    assert follower.leader == LEADER and not follower.is_leader
+    (sent,) = follower.on_ready(arrival(), 0.0)
+    assert isinstance(sent, rounds.Send) and sent.peer == LEADER
+    follower.on_peer_lost(LEADER, 1.0)
+    assert follower.leader == "" and follower.tick(100.0) == []
+    core = core_of(LEADER, NAMES[:1], followers=("x",))
+    assert core.on_arrive("x", arrival(3), 0.0) == [] and core.failures["weight"] == 1
+
+
+def test_a_member_that_follows_or_starts_anew_leads_nothing_and_has_no_vote() -> None:
+    core = core_of(NAMES[1], NAMES[:2])
+    core.on_ready(arrival(*range(6)), 0.0)
+    assert core.leader == LEADER
+    assert entered(core.on_follow(LEADER, 0, "", 1.0)).members == (NAMES[1],)
+    core = core_of(NAMES[1], NAMES[:2])
+    core.on_ready(arrival(*range(6)), 0.0)
+    assert entered(core.on_resigned(LEADER, 1.0)).members == (NAMES[1],)
+
+
+def test_a_member_that_follows_from_ahead_may_have_voted_for_this_step() -> None:
+    core = core_of(NAMES[1], NAMES[:2])
+    core.on_ready(arrival(*range(6)), 0.0)
+    assert not groups(core.on_follow(LEADER, 1, "other", 1.0))
+    assert core.is_leader and core.group is None
+
+
+# -- an average whose leader is gone -------------------------------------------------------------------------
+
+
+def held_by(leader: str, members: tuple[str, ...], **changes: object) -> Held:
+    values = {
+        "group": "g",
+        "digest": "d",
+        "attempt": 1,
+        "ballot": "g",
+        "voters": members,
+        "leader": leader,
+        "members": members,
+        "weight": 6,
+    }
+    return Held(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_what_may_have_been_committed_is_finished_and_what_cannot_have_been_is_not() -> None:
+    held = held_by("a", ("a", "b", "c"))
+    assert unfinished({"b": held, "c": held}) == held
+    assert unfinished({"b": held, "d": None}) == held
+    assert unfinished({"b": held, "c": None}) is None
+    finishing = replace(held, ballot="later", attempt=2, voters=("b", "c"))
+    assert unfinished({"b": finishing, "c": held}) == finishing
+    assert unfinished({"b": finishing, "c": None}) == finishing
+
+
+def test_the_next_leader_finishes_with_the_roster_of_the_first() -> None:
+    core = core_of(NAMES[1], NAMES[:3])
+    core.on_ready(arrival(0, 1, 2), 0.0)
+    first = Group("g", 0, 1, LEADER, NAMES[:3], (0, 3, 3), ("h", core._own().ledger_hash, "h"), PLAN)
+    assert entered(core.on_group(LEADER, first, 0.0)) is first
+    core.on_exchanged("g", "d", 1.0)
+    core.on_peer_lost(LEADER, 2.0)
+    held = held_by(LEADER, NAMES[:3])
+    (group,) = groups(core.on_arrive(NAMES[2], arrival(3, 4, 5, held=held), 3.0))
+    assert group.held is not None and group.held.group == "g" and group.attempt == 2
+    actions = core.on_digest(NAMES[2], Digest(group.id, "d", 0), 4.0)
+    commit = next(a.commit for a in actions if isinstance(a, rounds.Apply))
+    assert (commit.group, commit.leader, commit.roster) == ("g", LEADER, NAMES[:3])
+
+
+def test_one_of_two_that_lacks_the_last_leader_waits_for_a_witness() -> None:
+    core = core_of(NAMES[1], NAMES[:2])
+    core.on_ready(arrival(*range(6)), 0.0)
+    actions = core.on_peer_lost(LEADER, 1.0)
+    assert rounds.AskGone((LEADER,)) in actions and core.group is None
+    assert entered(core.on_gone(LEADER, 2.0)).members == (NAMES[1],)
+
+
+# -- lineages that meet ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["gathering", "exchanging"])
+def test_the_lower_of_two_lineages_gives_way_and_the_higher_one_tells(phase: str) -> None:
+    low, high = core_of(LEADER, NAMES[:1]), core_of(LEADER, NAMES[:1])
+    low.lineage, high.lineage = "1", "2"
+    if phase == "exchanging":
+        low.on_ready(arrival(*range(6)), 0.0)
+        high.on_ready(arrival(*range(6)), 0.0)
+    (told,) = high.on_arrive("x", replace(arrival(), lineage="1"), 1.0)
+    assert isinstance(told, rounds.Send) and isinstance(told.body, Arrival) and told.body.lineage == "2"
+    actions = low.on_arrive("x", told.body, 1.0)
+    assert actions[-1] == rounds.Diverged("x", 0, "2")
+    assert low.is_out and low.tick(100.0) == []
+    low.begin(0, NAMES[:1], "2")
+    assert not low.is_out
+
+
+def test_a_member_one_step_ahead_is_asked_for_its_commit_and_is_no_divergence() -> None:
+    core = core_of(NAMES[2])
+    core.on_ready(arrival(), 0.0)
+    ahead = Arrival(1, "q", (), 0, lineage=next_lineage("", "g", "d"))
+    (asked,) = core.on_arrive(NAMES[1], ahead, 1.0)
+    assert isinstance(asked, rounds.Send) and asked.kind is Kind.ARRIVE
+    assert core.on_arrive(NAMES[1], ahead, 1.5) == [] and not core.is_out
+    assert isinstance(core.on_commit(NAMES[1], commit_of(core), 2.0)[-1], rounds.OutOfStep)
+
+
+def test_a_member_two_steps_ahead_cannot_help_with_a_commit() -> None:
+    core = core_of(NAMES[2])
+    assert core.on_arrive(NAMES[1], Arrival(2, "q", (), 0, lineage="z"), 1.0)[-1] == rounds.Diverged(
+        NAMES[1], 2, "z"
+    )
+
+
+def test_a_commit_of_another_lineage_is_never_applied() -> None:
+    core = core_of(NAMES[1], NAMES[:3])
+    out = core.on_commit(NAMES[2], commit_of(core, lineage="other"), 1.0)[-1]
+    assert isinstance(out, rounds.Diverged) and out.step == 1
+
+
+def test_whoever_is_out_says_so_to_all() -> None:
+    core = core_of(NAMES[2])
+    actions = core.on_commit(NAMES[1], commit_of(core, roster=NAMES[1:2]), 1.0)
+    told = {a.peer: a.body for a in actions if isinstance(a, rounds.Send)}
+    assert set(told) == set(NAMES[:2]) and told[LEADER] == Failure("", "other", (NAMES[2],), 1)
+    other = core_of(NAMES[1])
+    other.on_failed(NAMES[2], Failure("", "other", (NAMES[2],), 1), 1.0)
+    assert NAMES[2] not in other.present
+
+
+def test_the_plan_of_a_commit_that_was_repeated_by_a_later_leader_is_taken_over() -> None:
+    core = core_of(NAMES[1], NAMES[1:2])
+    group = entered(core.on_ready(arrival(*range(6)), 0.0))
+    actions = core.on_exchanged(group.id, "d", 0.0)
+    commit = next(a.commit for a in actions if isinstance(a, rounds.Apply))
+    core.on_applied(commit, 1.0)
+    later = replace(commit, attempt=commit.attempt + 1, plan=b"another")
+    assert core.on_commit(NAMES[2], later, 2.0) == [rounds.Replan(later)]
+    assert core.on_commit(NAMES[2], commit, 3.0) == []
+
+
+def test_begin_forgets_everything_of_the_rounds_and_not_who_is_lost() -> None:
+    core, _ = exchanging()
+    core.on_peer_lost(NAMES[3], 1.0)
+    core.begin(5, NAMES, "lineage")
+    assert (core.step, core.lineage, core.attempt, core.group) == (5, "lineage", 0, None)
+    assert core.phase is rounds.Phase.GATHERING and NAMES[3] not in core.present and LEADER in core.present
