@@ -45,7 +45,7 @@ class Peer:
             self.traffic,
             on_frame=self._on_frame,
             on_up=lambda _: None,
-            on_lost=lambda peer, reason: print(f"lost {peer}: {reason}", file=sys.stderr),
+            on_lost=self._on_lost,
         )
         self.floods: list[asyncio.Task[None]] = []
 
@@ -56,6 +56,10 @@ class Peer:
             self.pongs[frame.header["number"]] = time.monotonic()
         else:
             self.received[link.peer] = self.received.get(link.peer, 0) + 1
+
+    def _on_lost(self, peer: str, reason: str) -> None:
+        if reason != "left":
+            print(f"lost {peer}: {reason}", file=sys.stderr)
 
     async def flood(self, link: Link, kind: Kind, frame_bytes: int) -> None:
         """Send frames over a link for ever."""

@@ -92,6 +92,9 @@ class RoundsOwner(Protocol):
     def fence(self, peer: str, reason: str) -> None:
         """This peer, as leader, takes a member's ledger of the step away (perhaps its own)."""
 
+    def unfence(self) -> None:
+        """Nobody takes the keys that are missing: this peer works on the step again if it was fenced."""
+
     def ask_missing(self, keys: tuple[CompactKey, ...]) -> None:
         """No ledger holds these keys of the plan."""
 
@@ -125,6 +128,8 @@ class Averaging:
         self._early: OrderedDict[str, list[tuple[str, Frame]]] = OrderedDict()
         self.seconds = 0.0
         self.outcomes: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        """not_finite: averages that every member refused. sketch: times this peer's weights had drifted."""
         self._began = 0.0
 
     # -- frames ------------------------------------------------------------------------------------------
@@ -209,6 +214,8 @@ class Averaging:
                         self._tasks.create_task(self._ask_gone(peer))
                 case rounds.Fence(peer, reason):
                     self._owner.fence(peer, reason)
+                case rounds.Unfence():
+                    self._owner.unfence()
                 case rounds.AskMissing(keys):
                     self._owner.ask_missing(keys)
                 case rounds.OutOfStep(commit):
@@ -299,7 +306,7 @@ class Averaging:
         except ValueError as error:
             # Every member holds the same bytes, so every member refuses them.
             logger.error("step %d applies nothing: %s", commit.step, error)
-            self.outcomes["not_finite"] += 1
+            self.refusals["not_finite"] += 1
         await self._take_sketch()
         self._average = None
         self._early.clear()
@@ -312,7 +319,7 @@ class Averaging:
         self._owner.on_applied(commit, norm)
         self.run(actions)
         if self._drift > SKETCH_TOLERANCE:
-            self.outcomes["sketch"] += 1
+            self.refusals["sketch"] += 1
             self._owner.on_drifted(self._drift)
 
     async def _take_sketch(self) -> None:
@@ -340,7 +347,7 @@ class Averaging:
         if self._exchange is not None and self._exchange.group.id == group:
             self._exchange.on_frame(peer, frame)
             return
-        if peer not in self.core.roster:
+        if peer not in self.core.roster and peer not in self.core.followers:
             raise FrameError("stranger", f"{short(peer)} is not in the roster")
         if not frame.payload_bytes:
             raise FrameError("size", f"{frame.kind} without a payload")

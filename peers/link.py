@@ -62,6 +62,7 @@ class _SendValve:
     def __init__(self, lane: Lane, credit: SendCredit) -> None:
         self._lane, self._credit = lane, credit
         self.waiting_since: float | None = None
+        self.is_free = False
 
     @property
     def piece_bytes(self) -> int:
@@ -93,6 +94,7 @@ class _ReceiveValve:
     def __init__(self, lane: Lane, read_piece_bytes: int, gives: Callable[[int, bool], None]) -> None:
         self._lane, self._gives = lane, gives
         self.piece_bytes = read_piece_bytes
+        self.is_free = lane.is_free
 
     async def passes(self, kind: Kind, nbytes: int) -> None:
         """See `peers.streams.Valve`."""

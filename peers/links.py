@@ -233,6 +233,8 @@ class Links:
                     why, refusals = "its addresses refuse connections", refusals + 1
                 if is_own_fault(error):
                     deadline = min(began + LIMITS.host_down_s, time.monotonic()) + patience_s
+            if neighbour.has_link:
+                continue  # it came while we were asking
             if refusals >= 2 or time.monotonic() > deadline:
                 return why
             neighbour.wanted.clear()

@@ -116,6 +116,7 @@ class Membership:
         self._listed: asyncio.Future[Commit] | None = None
         self._entered: asyncio.Future[bool] | None = None
         self._use_own = True
+        self._at_least = 0
         self._behind: deque[int] = deque(maxlen=LIMITS.catch_up_rounds + 1)
         self._hopeless = 0
 
@@ -155,8 +156,13 @@ class Membership:
             self._note("the run is under way: joining it")
             self._begin_to_join(None, use_own=True)
 
-    def rejoin(self, why: str, held: tuple[int, str] | None, *, use_own: bool) -> None:
-        """Fall out of the rounds and come back. See `join` for the arguments."""
+    def rejoin(self, why: str, held: tuple[int, str] | None, *, use_own: bool, at_least: int = 0) -> None:
+        """Fall out of the rounds and come back. See `join` for held and use_own.
+
+        at_least: the version the others are known to have. A peer that followed from a lower one would vote as if
+        it had never taken part in that commit.
+        """
+        self._at_least = at_least
         if self.standing is Standing.FOLLOWING:
             self.on_dropped()
         elif self.standing is Standing.VOTING:
@@ -223,6 +229,8 @@ class Membership:
         if now is None or now.version < self._held[0]:
             return False
         behind = now.version - self._held[0]
+        if self._held[0] < self._at_least:
+            return False
         if may_follow(behind, self._catchup.pace.seconds_per_update, LIMITS.gate_s):
             return True
         self._judge(behind)

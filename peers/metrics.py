@@ -35,6 +35,7 @@ RoundReason = Literal[
     "digest",
     "disconnected",
     "not_finite",
+    "sketch",
     "alone",
     "schema",
     "stranger",

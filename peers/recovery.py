@@ -85,9 +85,13 @@ class Recovery:
         """If all who are left are fenced, somebody has to work again: the leader does."""
         rounds = self._averaging.core
         if rounds.leader == self._me and set(rounds.present) <= self.fenced:
-            self._worker.core.unfence()
-            self.fenced.discard(self._me)
-            self._links.gossip(Kind.READY, {"step": self._worker.core.version})
+            self.unfence()
+
+    def unfence(self) -> None:
+        """As leader: work on the step again, whoever fenced this peer before."""
+        self._worker.core.unfence()
+        self.fenced.discard(self._me)
+        self._links.gossip(Kind.READY, {"step": self._worker.core.version})
 
     def ask(self, keys: tuple[CompactKey, ...]) -> None:
         """As leader: keepers of the previous stage send these keys again; those nobody can send are lost."""

@@ -12,11 +12,12 @@ from typing import Any
 
 import msgpack
 
+from peers import round_fields
 from peers.frames import FrameError, need, need_count, need_texts
-from peers.round_fields import HASH_LENGTH as HASH_LENGTH
 from peers.round_fields import PEER_LENGTH, keys_of, peers_of, sketch_of, text_of
 from swarm.plan import MAX_ROSTER, MAX_SAMPLES_PER_STEP, MAX_SLOTS, MicrobatchKey
 
+HASH_LENGTH = round_fields.HASH_LENGTH
 MAX_STEP = 2**40
 MAX_WEIGHT = 2**40
 MAX_SUSPECTS = 16

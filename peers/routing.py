@@ -2,8 +2,10 @@
 
 Every neighbour has an estimate of the seconds it needs per microbatch (an exponential moving average of
 the time between its answers while it is busy). A microbatch goes where it is expected to be finished
-first: estimate * (what is outstanding there + 1). Neighbours without an estimate are tried first. A neighbour
-that has no room is left alone for a while, and then gets as much as it could hold before.
+first: estimate * (what is outstanding there + 1). Neighbours without an estimate are tried first, and the
+estimate of one that has nothing to do fades: what seemed slow, perhaps because everybody waited for a round, is
+tried again. A neighbour that has no room is left alone for a while, and then gets as much as it could hold
+before.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ K = TypeVar("K")
 EMA_WEIGHT = 0.2
 BACKOFF_FIRST_S = 1.0
 BACKOFF_CEILING_S = 30.0
+FADE_S = 10.0
+"""The estimate of a neighbour that has nothing to do halves in this time."""
 
 
 @dataclass(slots=True)
@@ -31,6 +35,12 @@ class _Neighbour(Generic[K]):
     backoff_s: float = BACKOFF_FIRST_S
     busy_s: float = 0.0
     """Its rest after the last BUSY; 0 since it accepted something."""
+
+    def expected_s(self, now: float) -> float:
+        """Seconds for a microbatch; 0 if unknown."""
+        if self.seconds is None or self.outstanding:
+            return self.seconds or 0.0
+        return self.seconds * 0.5 ** (max(0.0, now - self.last_answer) / FADE_S)
 
 
 class Router(Generic[K]):
@@ -90,7 +100,7 @@ class Router(Generic[K]):
                 continue
             if self.is_fenced(peer, plan):
                 continue
-            cost = ((neighbour.seconds or 0.0) * (load + 1), load, peer)
+            cost = (neighbour.expected_s(now) * (load + 1), load, peer)
             if best is None or cost < best:
                 best = cost
         return best[2] if best is not None else None
@@ -98,6 +108,8 @@ class Router(Generic[K]):
     def sent(self, peer: str, key: K, now: float) -> None:
         """A microbatch went to this peer."""
         if (neighbour := self._neighbours.get(peer)) is not None:
+            if neighbour.seconds is not None:
+                neighbour.seconds = neighbour.expected_s(now)
             neighbour.outstanding[key] = now
 
     def returned(self, peer: str, key: K, now: float) -> None:

@@ -31,7 +31,7 @@ TICK_S = 0.001
 PIECE_BYTES = 64 * KIB
 WINDOW_S = 0.05
 """What a neighbour may have sent that has not passed the download shaper, in seconds of the whole line."""
-WINDOW_LEAST_BYTES, WINDOW_MOST_BYTES = 64 * KIB, 384 * KIB
+WINDOW_LEAST_BYTES, WINDOW_MOST_BYTES = 64 * KIB, 256 * KIB
 GROWTH_S, GROWTH_PER_S = 0.1, 0.005
 """All windows together may grow by 0.1 s of the line, and by half a percent of it every second."""
 

@@ -184,7 +184,7 @@ class StagePeer:
         """Tick until the run has ended and its last state was served for a while."""
         trainer, board = self._trainer, self._board
         published, refreshed, said = float("-inf"), float("-inf"), Standing.WAITING
-        served_until = float("inf")
+        served_until, has_started = float("inf"), False
         while time.monotonic() < served_until:
             if trainer.failure.done():
                 trainer.failure.result()
@@ -202,7 +202,8 @@ class StagePeer:
                     refreshed = time.monotonic()
                     self._refreshing = asyncio.create_task(board.refresh())
             is_news = trainer.membership.standing is not said
-            if is_news and said is Standing.WAITING and trainer.started.is_set():
+            if is_news and trainer.membership.standing is Standing.VOTING and not has_started:
+                has_started = True
                 self._reporter.note("the run has started")
             said = trainer.membership.standing
             if is_news or time.monotonic() - published > PUBLISH_S:

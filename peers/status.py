@@ -119,7 +119,7 @@ class StatusBoard:
         outcomes = trainer.averaging.outcomes
         for _ in range(int(self._grown("committed", outcomes["committed"]))):
             metrics.round("committed", trainer.averaging.seconds)
-        for reason, count in trainer.averaging.core.failures.items():
+        for reason, count in (trainer.averaging.core.failures + trainer.averaging.refusals).items():
             for _ in range(int(self._grown(f"failed/{reason}", count))):
                 metrics.round("failed", trainer.averaging.seconds, reason)
         refused = sum(n for name, n in trainer.worker.core.counters.items() if name.startswith("refused_"))

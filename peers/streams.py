@@ -24,6 +24,10 @@ class Valve(Protocol):
     def piece_bytes(self) -> int:
         """Largest piece that should pass at once."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing ever waits here: then a frame that was read may pass as one piece."""
+
     async def passes(self, kind: Kind, nbytes: int) -> object:
         """Called before a piece is written, and after one was read; returns when the stream may go on."""
 
@@ -69,7 +73,8 @@ async def _read_rest(
     kind, header = decode_header(await reader.readexactly(header_bytes))
     frame = Frame(kind, header)
     if valve is not None:
-        await valve.passes(kind, PREFIX.size + header_bytes)
+        total = PREFIX.size + header_bytes + (payload_bytes if valve.is_free else 0)
+        await valve.passes(kind, total)
     piece_bytes = limits.read_chunk_bytes if valve is None else valve.piece_bytes
     if payload_bytes:
         buffer = bytearray(payload_bytes)
@@ -81,7 +86,7 @@ async def _read_rest(
                 raise asyncio.IncompleteReadError(b"", payload_bytes - filled)
             view[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
-            if valve is not None:
+            if valve is not None and not valve.is_free:
                 await valve.passes(kind, len(chunk))
         frame.payload = (view,)
     if valve is not None:
@@ -132,6 +137,8 @@ class PacedValve:
         self._bucket: TokenBucket | None = None
         self.piece_bytes = lane.piece_bytes
         """See `Valve`."""
+        self.is_free = False
+        """See `Valve`."""
 
     def pace(self, bytes_per_s: float | None) -> None:
         """Let through no more than this from now on; None is no bound."""
@@ -167,6 +174,11 @@ class PatientValve:
     def piece_bytes(self) -> int:
         """See `Valve`."""
         return self._lane.piece_bytes
+
+    @property
+    def is_free(self) -> bool:
+        """See `Valve`."""
+        return self._lane.is_free
 
     @asynccontextmanager
     async def deadline(self, seconds: float) -> AsyncIterator[None]:

@@ -90,6 +90,8 @@ class Lane:
         self._flow = Flow() if is_bulk else None
         self.piece_bytes = self._shaper.piece_bytes
         """Largest piece that should pass at once."""
+        self.is_free = not is_bulk or not self._shaper.is_limited
+        """Whether nothing ever waits here."""
 
     async def passes(self, kind: Kind, nbytes: int) -> bool:
         """A piece of a frame passes: wait for its turn, and count it; returns whether it had to wait."""

@@ -310,7 +310,8 @@ class Trainer:
 
     def on_out_of_step(self, commit: Commit) -> None:
         """See RoundsOwner."""
-        self._rejoin(f"the replicas of stage {self.stage} committed step {commit.step} without this peer")
+        why = f"the replicas of stage {self.stage} committed step {commit.step} without this peer"
+        self._rejoin(why, at_least=commit.step + 1)
 
     def on_dropped(self, commit: Commit) -> None:
         """See RoundsOwner."""
@@ -321,7 +322,8 @@ class Trainer:
 
     def on_diverged(self, peer: str, step: int) -> None:
         """See RoundsOwner."""
-        self._rejoin(f"stage {self.stage} went on from other weights at step {step}", is_ours=False)
+        why = f"stage {self.stage} went on from other weights at step {step}"
+        self._rejoin(why, is_ours=False, at_least=step)
 
     def on_drifted(self, distance: float) -> None:
         """See RoundsOwner."""
@@ -334,6 +336,11 @@ class Trainer:
     def fence(self, peer: str, reason: str) -> None:
         """See RoundsOwner."""
         self.recovery.fence(peer, reason)
+        self.steps.reassign()
+
+    def unfence(self) -> None:
+        """See RoundsOwner."""
+        self.recovery.unfence()
         self.steps.reassign()
 
     def ask_missing(self, keys: tuple[CompactKey, ...]) -> None:
@@ -390,10 +397,10 @@ class Trainer:
         self.vote()
         self.steps.take_plan(plan, list(message.sources))
 
-    def _rejoin(self, why: str, *, is_ours: bool = True) -> None:
+    def _rejoin(self, why: str, *, is_ours: bool = True, at_least: int = 0) -> None:
         """Fall out of the rounds and come back. is_ours: whether the weights here are of the stage's lineage."""
         held = (self.version, self.averaging.core.lineage) if is_ours else None
-        self.membership.rejoin(why, held, use_own=is_ours)
+        self.membership.rejoin(why, held, use_own=is_ours, at_least=at_least)
 
     async def _expect(self, roster: tuple[str, ...]) -> None:
         """A replica that died just before this peer entered is in the roster: its loss was reported before."""

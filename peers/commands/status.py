@@ -98,7 +98,12 @@ def render(swarm: Mapping[str, Any]) -> RenderableType:
     if swarm["step"] >= swarm["total_steps"]:
         lines.append("finished")
     elif swarm["step"] > 0:
-        lines.append("training: closed to newcomers")
+        empty = [str(stage["stage"]) for stage in swarm["stages"] if not stage["online"]]
+        lines.append(
+            f"training waits: stage {', '.join(empty)} has no peer left (`swarm-peer join --stage {empty[0]}`)"
+            if empty
+            else "training: newcomers are welcome (`swarm-peer join --stage auto`)"
+        )
     elif short:
         missing = ", ".join(f"stage {s['stage']} ({s['online']} of {swarm['min_replicas']})" for s in short)
         lines.append(f"peers wanted: {missing}")

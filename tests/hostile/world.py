@@ -238,17 +238,19 @@ class Attacker:
 
     async def link(self) -> None:
         """A whole link, as a neighbour would make it. Raises ConnectionRefusedError with the victim's words."""
-        self.close()
-        name = secrets.token_hex(4)
-        for index in range(3):
-            stream = await self.open()
-            answer = await self.greet(stream, link=name, index=index)
-            if answer.kind is not Kind.HELLO:
-                stream.writer.close()
-                raise ConnectionRefusedError(answer.header.get("reason"))
-            self.streams.append(stream)
-        if not await self.ping():
-            raise ConnectionRefusedError("the link was closed at once")
+        for _ in range(3):  # on a busy machine the streams of a link may not come up in time
+            self.close()
+            name = secrets.token_hex(4)
+            for index in range(3):
+                stream = await self.open()
+                answer = await self.greet(stream, link=name, index=index)
+                if answer.kind is not Kind.HELLO:
+                    stream.writer.close()
+                    raise ConnectionRefusedError(answer.header.get("reason"))
+                self.streams.append(stream)
+            if await self.ping():
+                return
+        raise ConnectionRefusedError("the link was closed at once")
 
     async def ping(self, deadline_s: float = 10.0) -> bool:
         """Whether the victim answers a heartbeat on the control stream; False if it closed the link."""

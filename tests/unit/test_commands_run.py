@@ -353,7 +353,7 @@ def test_options_that_contradict_an_existing_run_are_refused(run_dir: Path, mani
 
 
 @pytest.mark.parametrize(
-    ("step", "message"), [(0, "peers wanted: stage 0"), (2, "closed to newcomers"), (4, "finished")]
+    ("step", "message"), [(0, "peers wanted: stage 0"), (2, "training"), (4, "finished")]
 )
 def test_status_wants_peers_only_before_the_first_step(
     manifest: RunManifest, step: int, message: str

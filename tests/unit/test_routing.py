@@ -44,6 +44,23 @@ def test_microbatch_goes_where_it_is_finished_first() -> None:
     assert made.choose(200.0) == "slow"  # 3 x 1.0 > 1 x 2.5
 
 
+def test_neighbour_that_seemed_slow_once_is_tried_again() -> None:
+    """Both waited for a round that stalled; only one of them had a microbatch meanwhile."""
+    made, now, key = measured(usual=0.5, unlucky=30.0), 130.0, 1
+    while (peer := made.choose(now)) == "usual":
+        made.sent(peer, key, now)
+        now, key = now + 0.5, key + 1
+        made.returned(peer, key - 1, now)
+        assert now < 300.0
+    for _ in range(20):
+        made.sent("unlucky", key, now)
+        made.returned("unlucky", key, now + 0.5)
+        now, key = now + 0.5, key + 1
+    assert made.choose(now) in ("usual", "unlucky")
+    made.sent("usual", key, now)
+    assert made.choose(now) == "unlucky"
+
+
 def test_work_is_shared_in_proportion_to_speed() -> None:
     """Three times as fast gets three times as much, whatever the order of answers."""
     made, pace = router("fast", "slow"), {"fast": 1.0, "slow": 3.0}

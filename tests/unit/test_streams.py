@@ -16,7 +16,7 @@ from tests.kit.fake_time import run_in_fake_time
 class SlowValve:
     """Lets every piece wait a second, and notes what passed."""
 
-    piece_bytes = 100
+    piece_bytes, is_free = 100, False
 
     def __init__(self) -> None:
         self.passed: list[int] = []
