@@ -19,10 +19,12 @@ from peers import injector, rounds
 from peers.compute import StageCompute, take_step
 from peers.engine import Engine, JobPriority
 from peers.exchange import Exchange, ExchangeError, alone_digest, group_of
-from peers.frames import Frame, FrameError, Kind
+from peers.frames import Frame, FrameError, Kind, need, need_count
+from peers.joining import LINEAGE_CHARACTERS
 from peers.links import Links, Liveness, short
 from peers.questions import Questions
 from peers.round_messages import (
+    MAX_STEP,
     Arrival,
     Commit,
     CompactKey,
@@ -50,6 +52,7 @@ ROUND_KINDS = frozenset(
         Kind.DIGEST,
         Kind.FAILED,
         Kind.COMMIT,
+        Kind.FOLLOW,
     }
 )
 UPDATE_WRITERS = 2
@@ -150,15 +153,27 @@ class Averaging:
                 self.run(self.core.on_failed(peer, parse_failure(frame.header), now))
             case Kind.COMMIT:
                 commit = parse_commit(frame.header)
-                if commit.step == self.core.step:
+                if commit.step in (self.core.step - 1, self.core.step):  # the step before may be planned anew
                     self._owner.check_commit(commit)
                 self.run(self.core.on_commit(peer, commit, now))
+            case Kind.FOLLOW:
+                version = need_count(frame.header, "version", MAX_STEP)
+                lineage = need(frame.header, "lineage", str)[:LINEAGE_CHARACTERS]
+                self.run(self.core.on_follow(peer, version, lineage, now))
             case _:
                 raise FrameError("kind", f"{frame.kind} is no frame of a round")
 
     def on_ready(self, arrival: Arrival) -> None:
         """This peer's ledger of the step is settled."""
         self.run(self.core.on_ready(arrival, time.monotonic()))
+
+    def on_unready(self, plan: str) -> None:
+        """The ledger that was reported grows again: no group may count on it, nor on this peer's accumulator.
+
+        Of a group under way it is part already: from its GROUP on nothing new is taken (`Freeze`).
+        """
+        if self.core.phase is rounds.Phase.GATHERING:
+            self.run(self.core.fence(plan, time.monotonic()))
 
     def on_peer_up(self, peer: str) -> None:
         """A replica's link is up."""
@@ -177,11 +192,13 @@ class Averaging:
     def begin(self, step: int, roster: tuple[str, ...], lineage: str, followers: tuple[str, ...]) -> None:
         """Take part from this step on."""
         self.suspend()
+        self.sketch = ""  # that of the weights before says nothing about these
         self.core.begin(step, roster, lineage, followers)
         self._tasks.create_task(self._take_sketch())
 
     def suspend(self) -> None:
-        """Take no more part; a running exchange ends."""
+        """Take no more part; a running exchange ends. The core may not know: an answer on its way must not wake it."""
+        self.core.is_out = True
         self._cancel()
         self._average = None
         self._early.clear()
@@ -190,7 +207,8 @@ class Averaging:
 
     def run(self, actions: Iterable[rounds.Action]) -> None:
         """Carry out what the core decided, in order."""
-        for action in actions:
+        decided = list(actions)
+        for number, action in enumerate(decided):
             match action:
                 case rounds.Send(peer, kind, body):
                     if kind is Kind.GROUP:
@@ -201,7 +219,9 @@ class Averaging:
                     if isinstance(body, Commit) and injector.hit("after_first_commit", body.step):
                         return
                 case rounds.Freeze(is_frozen):
-                    self._owner.freeze(is_frozen)
+                    # From one attempt straight into the next nothing may slip into the accumulator in between.
+                    if is_frozen or rounds.Freeze(True) not in decided[number:]:
+                        self._owner.freeze(is_frozen)
                 case rounds.Exchange(group, deadline_s):
                     self._begin(group, deadline_s)
                 case rounds.CancelExchange():
@@ -250,7 +270,10 @@ class Averaging:
                 slice_span=slice_span(group.step, numel, numel) if group.leader in group.members else None,
             )
             for peer, frame in self._early.pop(group.id, []):
-                exchange.on_frame(peer, frame)
+                try:
+                    exchange.on_frame(peer, frame)
+                except FrameError as error:  # its sender's fault; without its part the exchange is late
+                    logger.warning("%s from %s does not fit its group: %s", frame.kind, short(peer), error)
             self._drift = drift(self.sketch, group.sketch)
         self._exchange = exchange
         self._task = self._tasks.create_task(self._run_exchange(group, exchange))

@@ -6,7 +6,7 @@ theirs up. So a capped peer tells a window in its HELLO, and every byte that has
 is given back in CREDIT frames: neighbours send exactly as fast as the bucket lets bytes through, and what
 arrives before the bucket has spoken is bounded by the window.
 
-The window begins at 50 ms of the line (64 to 256 KiB: what a neighbour can send before it knows how busy the
+The window begins at 50 ms of the line (64 to 192 KiB: what a neighbour can send before it knows how busy the
 line is), and grows towards what the link's round trip needs for as long as bytes find the bucket free. Reads are
 paced all the same: a neighbour that does not keep to its credit fills its own streams' buffers.
 """

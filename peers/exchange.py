@@ -138,7 +138,8 @@ class Exchange:
                 if self._pieces and self.group.leader == self.group.members[self._me]:
                     jobs.create_task(self._send_slice(own_slice))
                 if self._me in self._contributors:
-                    jobs.create_task(self._send_parts())
+                    for member in self._others():
+                        jobs.create_task(self._send_parts(member))
                 for chunk in range(self._split.chunks):
                     if self._split.reducer(chunk) == self._me and not self._missing(chunk):
                         jobs.create_task(self._reduce(chunk))
@@ -209,11 +210,15 @@ class Exchange:
         start = self._pieces[0][0]
         for offset, count in self._pieces:
             self._slices[offset] = own[offset - start : offset - start + count].contiguous()
-            header = {"group": self.group.id, "offset": offset}
-            for member in range(len(self.group.members)):
-                if member != self._me:
-                    await self._send(Kind.SLICE, member, header, self._slices[offset])
         self._check_done()
+        if self._jobs is not None:
+            for member in self._others():
+                self._jobs.create_task(self._send_pieces(member))
+
+    async def _send_pieces(self, member: int) -> None:
+        for offset, _ in self._pieces:
+            header = {"group": self.group.id, "offset": offset}
+            await self._send(Kind.SLICE, member, header, self._slices[offset])
 
     def _check_done(self) -> None:
         is_complete = len(self._hashes) == self._split.chunks and len(self._slices) == len(self._pieces)
@@ -221,18 +226,22 @@ class Exchange:
             self._done.set_result(None)
 
     def _suspects(self) -> tuple[str, ...]:
-        """Members whose parts, averages or slice did not come, then those that took nothing more."""
+        """Members whose parts did not come; if none, whose averages or slice; last those that took nothing more.
+
+        A reducer without parts has no averages to send, and is not to blame for it: who waits for parts is.
+        """
         late: dict[int, None] = {}
         for chunk in range(self._split.chunks):
             reducer = self._split.reducer(chunk)
             if reducer == self._me and chunk not in self._hashes:
                 have = self._parts.get(chunk, {})
                 late |= {i: None for i in self._contributors if i != self._me and i not in have}
-        for chunk in range(self._split.chunks):
-            if (reducer := self._split.reducer(chunk)) != self._me and chunk not in self._hashes:
-                late[reducer] = None
-        if len(self._slices) < len(self._pieces):
-            late[self.group.members.index(self.group.leader)] = None
+        if not late:
+            for chunk in range(self._split.chunks):
+                if (reducer := self._split.reducer(chunk)) != self._me and chunk not in self._hashes:
+                    late[reducer] = None
+            if len(self._slices) < len(self._pieces):
+                late[self.group.members.index(self.group.leader)] = None
         late |= {member: None for member, count in self._sending.items() if count > 0}
         late.pop(self._me, None)
         return tuple(self.group.members[member] for member in late)
@@ -241,18 +250,19 @@ class Exchange:
         have = self._parts.get(chunk, {})
         return any(i not in have for i in self._contributors if i != self._me)
 
-    async def _send_parts(self) -> None:
-        """Send our chunks to their reducers, starting after our own share so that reducers are fed evenly."""
-        count = self._split.chunks
-        others = [c for c in range(count) if self._split.reducer(c) != self._me]
-        start = next((i for i, c in enumerate(others) if self._split.reducer(c) > self._me), 0)
-        others = others[start:] + others[:start]
-        for first in range(0, len(others), BATCH_CHUNKS):
-            batch = others[first : first + BATCH_CHUNKS]
+    def _others(self) -> list[int]:
+        """The other members, from the next one on, so that not all begin with the same."""
+        count = len(self.group.members)
+        return [(self._me + distance) % count for distance in range(1, count)]
+
+    async def _send_parts(self, member: int) -> None:
+        """Send a reducer its chunks. Every member has its own task: a slow one must keep only itself waiting."""
+        chunks = [chunk for chunk in range(self._split.chunks) if self._split.reducer(chunk) == member]
+        for first in range(0, len(chunks), BATCH_CHUNKS):
+            batch = chunks[first : first + BATCH_CHUNKS]
             encoded = await self._engine.submit(JobPriority.ROUND, self._encode, batch)
             for chunk, data in zip(batch, encoded, strict=True):
-                header = {"group": self.group.id, "chunk": chunk}
-                await self._send(Kind.PART, self._split.reducer(chunk), header, data)
+                await self._send(Kind.PART, member, {"group": self.group.id, "chunk": chunk}, data)
 
     def _encode(self, chunks: list[int]) -> list[Tensor]:
         return [encode_values(self._contribution[self._split.span(chunk)], self.values) for chunk in chunks]
@@ -261,10 +271,10 @@ class Exchange:
         parts = self._parts.get(chunk, {})
         encoded = await self._engine.submit(JobPriority.ROUND, self._mean, chunk, parts)
         parts.update(dict.fromkeys(parts, torch.empty(0)))  # the memory goes, the senders stay known
-        for member in range(len(self.group.members)):
-            if member != self._me:
+        if self._jobs is not None:
+            for member in self._others():
                 header = {"group": self.group.id, "chunk": chunk}
-                await self._send(Kind.AVERAGE, member, header, encoded)
+                self._jobs.create_task(self._send(Kind.AVERAGE, member, header, encoded))
         await self._take(chunk, encoded)
 
     def _mean(self, chunk: int, parts: dict[int, Tensor]) -> Tensor:

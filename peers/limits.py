@@ -107,6 +107,8 @@ class Limits:
     """A peer that hears of a start without it proposes none of its own for so long."""
     start_refresh_s: float = 1.0
     """Between two looks at the noticeboard while the run has not started."""
+    data_again_s: float = 5.0
+    """A source that could not get the samples of its slot asks again after so long."""
     nudge_s: float = 20.0
     """Slots that have not ended for so long are assigned anew, which changes nothing for those under way."""
     follow_every_s: float = 2.0

@@ -71,10 +71,11 @@ class _SendValve:
 
     async def passes(self, kind: Kind, nbytes: int) -> None:
         """See `peers.streams.Valve`."""
-        self.waiting_since = time.monotonic()
-        await self._credit.wait()
-        self._credit.spend(nbytes)
-        self.waiting_since = None
+        if not self._credit.is_unbounded:
+            self.waiting_since = time.monotonic()
+            await self._credit.wait()
+            self._credit.spend(nbytes)
+        self.waiting_since = None  # what our own line takes is not the neighbour's doing
         await self._lane.passes(kind, nbytes)
         self.waiting_since = time.monotonic()  # for the transport to take it
 
@@ -182,6 +183,8 @@ class Link:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            # A neighbour that is lost stays known for long: what waited for it must not take memory so long.
+            self._control, self._bulk = asyncio.Queue(), asyncio.PriorityQueue()
 
     def _put(self, frame: Frame, written: asyncio.Future[None] | None) -> None:
         priority = BULK_PRIORITY.get(frame.kind)

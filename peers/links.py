@@ -151,6 +151,8 @@ class Links:
             return Liveness.ALIVE
         except DIAL_ERRORS as error:
             return Liveness.GONE if is_refusal(error) else Liveness.UNKNOWN
+        except ValueError:  # a name that others gave, and no peer id at all
+            return Liveness.UNKNOWN
 
     async def _probe(self, peer: str) -> None:
         """Raises one of DIAL_ERRORS unless the peer answers."""

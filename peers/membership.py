@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from peers.catchup import CatchUp, LineageError, UpdateMissing
+from peers.catchup import CatchUp, LineageError, RestoreError, UpdateMissing
 from peers.config import UserError
 from peers.frames import FrameError, Kind
 from peers.joining import (
@@ -36,6 +36,10 @@ from peers.questions import Questions
 from peers.round_messages import Commit, next_lineage
 
 logger = logging.getLogger("swarm_peer.membership")
+
+FINISHED = "the run is finished: collect its weights with `swarm-peer export`"
+LOOKS_IN_VAIN = 3
+"""Looks at a stage whose round is over, or that nobody votes in, before a follower gives up waiting to be counted."""
 
 Donors = Mapping[str, tuple[int, ...]]
 """Peer id -> versions whose snapshots it can serve."""
@@ -59,6 +63,10 @@ class View(Protocol):
 
 class MembershipOwner(Protocol):
     """Who holds the state machines of the stage."""
+
+    @property
+    def is_applying(self) -> bool:
+        """Whether a step is decided, and its average being applied."""
 
     def suspend(self) -> None:
         """Take no more part in work and rounds: what was accumulated is void."""
@@ -122,10 +130,18 @@ class Membership:
 
     # -- events --------------------------------------------------------------------------------------------
 
-    async def restore(self, version: int) -> str:
-        """Hold exactly the version the run starts from; returns its lineage. Raises UserError."""
+    async def restore(self, version: int) -> str | None:
+        """Hold exactly the version the run starts from; returns its lineage. Raises UserError.
+
+        None if nobody gives that version: this peer joins those of its stage who have it, then.
+        """
         self.standing = Standing.RESTORING
-        return await self._catchup.restore(version, self._view.donors())
+        try:
+            return await self._catchup.restore(version, self._view.donors()) if version else ""
+        except RestoreError as error:
+            self._note(f"warning: {error}\nit joins once others train")
+            self._begin_to_join(None, use_own=True)
+            return None
 
     def on_commit(self, peer: str, commit: Commit) -> None:
         """A COMMIT of a replica, while this peer catches up."""
@@ -136,6 +152,7 @@ class Membership:
         """A COMMIT that was applied names this peer in its roster."""
         if self._entered is not None and not self._entered.done():
             self._entered.set_result(True)
+            self._voted()  # at once: whatever comes next concerns a voting member
 
     def on_dropped(self) -> None:
         """The round this peer followed was committed without it."""
@@ -197,9 +214,8 @@ class Membership:
                     return
                 await asyncio.sleep(LIMITS.refill_look_s)
             elif status.version >= self._total_steps:
-                raise UserError("the run is finished: collect its weights with `swarm-peer export`")
+                raise UserError(FINISHED)
             elif await self._come_close(status) and await self._follow():
-                self._voted()
                 return
 
     # -- joining a stage that works ------------------------------------------------------------------------
@@ -218,6 +234,7 @@ class Membership:
             # Weights of another lineage, perhaps this peer's own checkpoint of a half that lost.
             self._note(f"what this peer holds is not what stage {self._stage} went on from: {error}")
             self._held, self._use_own = None, False
+            await asyncio.sleep(LIMITS.refill_look_s)
             return False
         except UpdateMissing as error:
             logger.info("%s: a newer snapshot is needed", error)
@@ -227,9 +244,11 @@ class Membership:
             return False
         now = await self._stage_status()
         if now is None or now.version < self._held[0]:
+            await asyncio.sleep(LIMITS.refill_look_s)
             return False
         behind = now.version - self._held[0]
         if self._held[0] < self._at_least:
+            await asyncio.sleep(LIMITS.refill_look_s)
             return False
         if may_follow(behind, self._catchup.pace.seconds_per_update, LIMITS.gate_s):
             return True
@@ -273,16 +292,37 @@ class Membership:
         if self._held != (commit.step + 1, next_lineage(commit.lineage, commit.group, commit.digest)):
             self._held, self.standing = None, Standing.CATCHING_UP
             return False
-        self._entered = asyncio.get_running_loop().create_future()
+        if commit.next_step >= self._total_steps:
+            raise UserError(FINISHED)
+        entered = self._entered = asyncio.get_running_loop().create_future()
         self._owner.enter(self._held[0], commit.roster, self._held[1], commit.followers, commit)
-        if await self._entered:
+        has_voted = await self._is_counted_in(entered, self._held[0])
+        if has_voted:
             return True
-        self._failures += 1
-        self.standing = Standing.CATCHING_UP
+        self._failures += has_voted is False
+        self._entered, self.standing = None, Standing.CATCHING_UP
         self._owner.suspend()
         if self._failures >= LIMITS.follow_tries:
             raise UserError(self._too_slow(f"{self._failures} rounds went on without it"))
         return False
+
+    async def _is_counted_in(self, entered: asyncio.Future[bool], step: int) -> bool | None:
+        """Whether the round of this step made this peer a member. None if nobody is left who could say so.
+
+        The COMMIT may be lost with its sender, and all who vote may be: so the stage is looked at meanwhile.
+        """
+        looks_in_vain, is_empty = 0, False
+        while looks_in_vain < LOOKS_IN_VAIN:
+            await asyncio.wait([entered], timeout=LIMITS.follow_every_s)
+            if entered.done():
+                return entered.result()
+            status = await self._stage_status()
+            if entered.done():
+                return entered.result()
+            is_empty = status is None
+            has_ended = status is None or status.version > step
+            looks_in_vain = looks_in_vain + 1 if has_ended and not self._owner.is_applying else 0
+        return None if is_empty else False
 
     async def _be_listed(self) -> Commit | None:
         """FOLLOW to all replicas until a COMMIT lists this peer; None if that takes too long."""

@@ -17,6 +17,10 @@ KEPT_PLANS = 16
 MAX_ATTEMPT = 2**16
 
 
+class StalePlanError(FrameError):
+    """A plan of a step that lies behind."""
+
+
 def make_plan(
     manifest: RunManifest, step: int, attempt: int, group: str, sources: Sequence[str]
 ) -> tuple[Plan, tuple[str, ...]]:
@@ -59,12 +63,17 @@ class PlanBook:
         return max(plans, key=lambda plan: plan.attempt, default=None)
 
     def parse(self, data: bytes, version: int) -> Plan:
-        """Check a plan that arrived. Raises FrameError unless it is one this run can have around `version`."""
+        """Check a plan that arrived. Raises FrameError unless it is one this run can have around `version`.
+
+        StalePlanError, one of them, for a step too far behind it.
+        """
         try:
             plan = Plan.from_bytes(data)
         except ValueError as error:
             raise FrameError("plan", str(error)[:160]) from error
-        if not max(0, version - 1) <= plan.step <= version + 1 or plan.step >= self._manifest.total_steps:
+        if plan.step < version - 1:
+            raise StalePlanError("plan", f"a plan of step {plan.step} while step {version} is worked on")
+        if plan.step > version + 1 or plan.step >= self._manifest.total_steps:
             raise FrameError("plan", f"a plan of step {plan.step} while step {version} is worked on")
         samples = [sample for slot in plan.slots for sample in slot.samples]
         if samples != step_samples(self._manifest, plan.step):

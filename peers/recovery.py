@@ -1,7 +1,6 @@
 """Keys that no ledger of a stage holds: members fenced, keepers asked, and at last the lost ones counted.
 
-Used by the leader of a round (and, for what concerns itself, by a fenced member). Lives in the communication
-loop.
+Asked by the leader of a round; heeded by fenced members and by keepers. Lives in the communication loop.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from collections.abc import Callable
 
 from peers.averaging import Averaging
 from peers.frames import FrameError, Kind
+from peers.link import Link
 from peers.links import Links, short
+from peers.planning import PlanBook
 from peers.questions import Questions
 from peers.round_messages import MAX_STEP, CompactKey
 from peers.stage import StageWorker
@@ -62,23 +63,44 @@ class Recovery:
         fence = Fence(plan.digest(), peer, reason)
         logger.warning("%s is fenced in step %d: %s", short(peer), plan.step, reason)
         for link in self._links.open_links():
-            if link.peer == peer or link.hello.stage == self._stage - 1:
+            # All sources hear of it: whoever leads next must give a fenced one no slots.
+            if link.peer == peer or link.hello.stage == max(0, self._stage - 1):
                 link.post(Kind.FENCE, fence.header())
         self.fenced.add(peer)
         if peer == self._me:
             self.on_fenced(fence)
         self.look()
 
+    def on_fence(self, link: Link, fence: Fence, *, is_in: bool) -> bool:
+        """FENCE of the next stage, or of a replica; True if slots may need another source. Raises FrameError.
+
+        is_in: whether this peer takes part in its stage. A fence of another plan than the one worked on comes too
+        late, and means nothing any more.
+        """
+        if link.hello.stage == self._stage + 1:
+            self._worker.run(self._worker.core.on_fenced(fence.peer, fence.plan, time.monotonic()))
+            return False
+        if link.hello.stage != self._stage or link.peer not in self._averaging.core.roster:
+            raise FrameError("stage", f"FENCE from stage {link.hello.stage}")
+        plan = self._worker.core.plan
+        if not is_in or plan is None or plan.digest() != fence.plan:
+            return False
+        self.fenced.add(fence.peer)
+        if fence.peer == self._me:
+            self.on_fenced(fence)
+        return True
+
     def on_fenced(self, fence: Fence) -> None:
         """This peer's ledger of the step is void: it arrives empty, and others do its part again."""
         now, plan = time.monotonic(), self._worker.core.plan
         if plan is None or plan.digest() != fence.plan:
             return
-        self._note(f"fenced in step {plan.step} ({fence.reason[:20]}): others do this peer's part again")
         self._averaging.run(self._averaging.core.fence(fence.plan, now))
-        self._worker.run(self._worker.core.fence(fence.plan, now))
-        for link in self._links.open_links(self._stage - 1):
-            link.post(Kind.FENCE, Fence(fence.plan, self._me, fence.reason).header())
+        if not self._worker.core.is_fenced:
+            self._note(f"fenced in step {plan.step} ({fence.reason[:20]}): others do this peer's part again")
+            self._worker.run(self._worker.core.fence(fence.plan, now))
+            for link in self._links.open_links(max(0, self._stage - 1)):
+                link.post(Kind.FENCE, Fence(fence.plan, self._me, fence.reason).header())
         self._on_change()
 
     def look(self) -> None:
@@ -101,6 +123,14 @@ class Recovery:
         for link in self._links.open_links(self._stage - 1):
             link.post(Kind.MISSING, Missing(plan.digest(), keys).header())
         self._tasks.create_task(self._find_lost(plan, keys))
+
+    def on_missing(self, link: Link, missing: Missing, plans: PlanBook) -> None:
+        """MISSING of the next stage: what is kept here goes again. Raises FrameError."""
+        if link.hello.stage != self._stage + 1:
+            raise FrameError("stage", f"MISSING from stage {link.hello.stage}")
+        plan = plans.get(missing.plan)
+        if plan is not None:
+            self._worker.run(self._worker.core.on_missing(missing.of(plan), time.monotonic()))
 
     async def _find_lost(self, plan: Plan, keys: tuple[CompactKey, ...]) -> None:
         """Whoever might keep a key must have answered: a link that is down for a moment loses nothing."""

@@ -216,15 +216,17 @@ class RoundLeader(RoundAttempt):
     def _culprit(self, group: Group) -> str:
         """The member blamed by most of the others, or from the second failure on the most-blamed one; or "".
 
-        Nobody is left out whom a quorum needs. The leader believes it of itself only if several say so, and of a
-        group of two nobody at once.
+        Nobody is left out whom a quorum needs. The leader believes it of itself only if several say so, of another
+        not on its own word alone, and of a group of two nobody at once.
         """
         counts = Counter(suspect for suspects in self._blames.values() for suspect in suspects)
+        mine = self._blames.get(self.me, ()) if len(group.members) > 2 else ()
         for suspect, count in sorted(
             counts.items(), key=lambda item: (-item[1], group.members.index(item[0]))
         ):
             is_majority = count > 1 and 2 * count > len(group.members) - 1
-            is_enough = is_majority or (self._late_attempts > 1 and suspect != self.me)
+            has_witness = count > (suspect in mine)
+            is_enough = is_majority or (self._late_attempts > 1 and suspect != self.me and has_witness)
             others = [p for p in group.members if p != suspect and p not in self._excluded]
             if is_enough and self._has_quorum(others):
                 return suspect

@@ -12,6 +12,9 @@ ASKS_AHEAD = 5
 """Answers of a member one step ahead without the COMMIT that led there, after which it counts as unreachable."""
 
 
+MEET_EVERY_S = 10.0
+
+
 class RoundMeeting(RoundLeader):
     """What this peer does about replicas whose weights are not its own."""
 
@@ -46,6 +49,17 @@ class RoundMeeting(RoundLeader):
         if self.me not in commit.roster and self.me not in commit.followers:
             return self._halt(Dropped(commit))
         if last is not None and (commit.attempt, commit.plan) <= (last.attempt, last.plan):
-            return []
+            return self._remind(peer) if (commit.attempt, commit.plan) < (last.attempt, last.plan) else []
         self.last_commit = commit
         return [Replan(commit)] if commit.plan else []
+
+    def _meet_all(self, now: float) -> list[Action]:
+        """Now and then: tell strangers where this peer is, and as the leader the others which plan is in force."""
+        if now - self._met_at < MEET_EVERY_S:
+            return []
+        self._met_at = now
+        actions: list[Action] = []
+        if self.is_leader and self.last_commit is not None and self.last_commit.plan:
+            actions = [action for peer in self.present if peer != self.me for action in self._remind(peer)]
+        strangers = sorted(p for p in self._alive if not self._is_known(p) and p not in self._follows)
+        return actions + [action for peer in strangers for action in self._answer(peer, now)]

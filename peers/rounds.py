@@ -54,7 +54,6 @@ __all__ = [
     "Unfence",
 ]
 
-MEET_EVERY_S = 10.0
 STEPPED_DOWN_S = 60.0
 """How long a leader that stepped down comes last in the order."""
 
@@ -252,6 +251,10 @@ class RoundCore(RoundMeeting):
             return self._fail_group(reason, now)
         if reason == "late":
             self.pace.note_late_exchange()
+            if current.leader in suspects:
+                # A leader with a slow line hears too late that it is too slow: whoever waited for it passes it over.
+                self._stepped_down[current.leader] = now
+                self._excluded.add(current.leader)
         return self._withdraw(current, now, reason, suspects)
 
     # -- who is there --------------------------------------------------------------------------------------
@@ -267,8 +270,7 @@ class RoundCore(RoundMeeting):
         group = self.group
         if self._decided is not None:
             told = (*self._decided.roster, *self._decided.followers, *self.roster)
-            is_due = self._decided.leader == self.me and peer in told
-            return [Send(peer, Kind.COMMIT, self._decided)] if is_due else []
+            return [Send(peer, Kind.COMMIT, self._decided)] if peer in told else []
         if not self._is_known(peer):
             return self._answer(peer, now)
         again: list[Action] = []
@@ -337,11 +339,7 @@ class RoundCore(RoundMeeting):
             actions = self._repeat_digest()
         elif self.phase is Phase.GATHERING and (self.is_leader or now - self._reported_at >= REPORT_EVERY_S):
             actions = self._report(now)
-        if now - self._met_at >= MEET_EVERY_S:
-            self._met_at = now
-            strangers = [p for p in self._alive if not self._is_known(p) and p not in self._follows]
-            actions += [action for peer in sorted(strangers) for action in self._answer(peer, now)]
-        return actions
+        return [*actions, *self._meet_all(now)]
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -31,9 +31,10 @@ TICK_S = 0.001
 PIECE_BYTES = 64 * KIB
 WINDOW_S = 0.05
 """What a neighbour may have sent that has not passed the download shaper, in seconds of the whole line."""
-WINDOW_LEAST_BYTES, WINDOW_MOST_BYTES = 64 * KIB, 256 * KIB
-GROWTH_S, GROWTH_PER_S = 0.1, 0.005
-"""All windows together may grow by 0.1 s of the line, and by half a percent of it every second."""
+WINDOW_LEAST_BYTES, WINDOW_MOST_BYTES = 64 * KIB, 192 * KIB
+IDLE_LEVEL = 0.5
+GROWTH_S, GROWTH_PER_S = 0.02, 0.005
+"""All windows together may grow by 20 ms of a busy line, and by half a percent of it every second."""
 
 
 class Shaper:
@@ -113,10 +114,17 @@ class Shaper:
             self._schedule.promote(flow, priority)
 
     def widen(self, nbytes: int) -> int:
-        """By how much of this a neighbour's window may grow now: what all of them gain comes on top of the rate."""
-        if self._growth is None:
+        """By how much of this a neighbour's window may grow now.
+
+        On a busy line what windows gain comes on top of the rate, so all of them share little; one that has
+        been idle for half of the burst has room.
+        """
+        if self._growth is None or self._schedule is None:
             return 0
         now = self._clock()
+        bucket = self._schedule.bucket
+        if bucket.level(now) > IDLE_LEVEL * bucket.burst_bytes:
+            return nbytes
         granted = max(0, min(nbytes, int(self._growth.level(now))))
         self._growth.take(granted, now)
         return granted

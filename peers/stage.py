@@ -138,6 +138,11 @@ class StageWorker:
         if link.peer in self.core.router.peers and link.peer in self._ready:
             self._tasks.create_task(self._expect_ready(link))
 
+    def on_lost(self, peer: str) -> None:
+        """A peer of the next stage is lost: all that went to it goes elsewhere."""
+        self._ready.pop(peer, None)
+        self.run(self.core.on_peer_lost(peer, time.monotonic()))
+
     async def _expect_ready(self, link: Link) -> None:
         await asyncio.sleep(LIMITS.ready_s)
         if self._links.get(link.peer) is link and self._ready.get(link.peer) is not link:
@@ -221,31 +226,33 @@ class StageWorker:
     async def _submit(self, priority: int, job: Callable[..., Any], *arguments: Any) -> None:
         await self._engine.submit(priority, job, *arguments)
 
-    def _work(self, entry: items.Entry) -> Work:
+    def _work(self, entry: items.Entry, plan: Plan | None) -> Work:
         """A source reads its microbatch on the compute thread, when its turn comes."""
         if entry.work is None:
-            if self._dataset is None or self.core.plan is None:
+            if self._dataset is None or plan is None:
                 raise RuntimeError(f"microbatch {entry.key} has no data on this peer")
-            batch = self._dataset.batch(samples_of(entry.key, self.core.plan))
+            batch = self._dataset.batch(samples_of(entry.key, plan))
             entry.work = Work(entry.key, batch, CodecKey.of(batch, entry.key.step))
         work_: Work = entry.work
         return work_
 
     def _forward_job(self, entry: items.Entry) -> Any:
+        plan = self.core.plan  # before the look: an entry that is not dropped then is of this plan
         if entry.is_dropped:
             return None
-        return self._compute.forward(self._work(entry), entry.incoming)
+        return self._compute.forward(self._work(entry, plan), entry.incoming)
 
     def _finish_job(self, entry: items.Entry) -> Any:
+        plan = self.core.plan
         if entry.is_dropped:
             return None
-        return self._compute.finish(self._work(entry), entry.incoming)
+        return self._compute.finish(self._work(entry, plan), entry.incoming)
 
     def _backward_job(self, entry: items.Entry) -> Any:
         if entry.is_dropped:
             self._compute.drop(entry.key)
             return None
-        return (self._compute.backward(self._work(entry), entry.returned),)
+        return (self._compute.backward(self._work(entry, None), entry.returned),)
 
     # -- frames out --------------------------------------------------------------------------------------
 

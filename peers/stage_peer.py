@@ -77,6 +77,7 @@ class StagePeer:
         self._linked: set[str] = set()
         self._waiting_for = ""
         self._refreshing: asyncio.Task[bool] | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._links: Links
         self._trainer: Trainer
         self._snapshots: Snapshots
@@ -165,6 +166,9 @@ class StagePeer:
             note(f"online as a replica of stage {self._stage}; waiting for the others")
             await self._work()
         finally:
+            for task in (self._refreshing, self._publishing):
+                if task is not None:
+                    task.cancel()
             await self._keep_state()
             await links.close()
 
@@ -197,7 +201,8 @@ class StagePeer:
             trainer.tick(held, may_start=not is_under_way)
             if is_waiting:
                 self._say_who_is_missing([] if is_under_way else held, trainer.manifest.min_replicas)
-                if time.monotonic() - refreshed > LIMITS.start_refresh_s:
+                is_refreshed = self._refreshing is None or self._refreshing.done()
+                if time.monotonic() - refreshed > LIMITS.start_refresh_s and is_refreshed:
                     # The start waits for the last peer to be seen by the first source.
                     refreshed = time.monotonic()
                     self._refreshing = asyncio.create_task(board.refresh())
@@ -206,9 +211,12 @@ class StagePeer:
                 has_started = True
                 self._reporter.note("the run has started")
             said = trainer.membership.standing
-            if is_news or time.monotonic() - published > PUBLISH_S:
+            if is_news:
+                published = float("-inf")
+            if time.monotonic() - published > PUBLISH_S and self._may_publish():
                 published = time.monotonic()
-                await self._announcer.publish()
+                # Beside the ticks: a noticeboard that does not answer must not hold up the rounds.
+                self._publishing = asyncio.create_task(self._announcer.publish())
             is_over = trainer.finished.is_set() and served_until == float("inf")
             if is_over and not self._snapshots.is_saving:
                 served_until = time.monotonic() + self._config.serve_after_s
@@ -218,6 +226,14 @@ class StagePeer:
                 )
                 await self._announcer.publish()
             await asyncio.sleep(TICK_S)
+
+    def _may_publish(self) -> bool:
+        """Whether the last record is published. Raises what was wrong with it."""
+        if self._publishing is None:
+            return True
+        if self._publishing.done():
+            self._publishing.result()
+        return self._publishing.done()
 
     def _want(self, view: dict[str, PeerRecord]) -> None:
         """Ask for links with everybody in the own stage and the two beside it."""
@@ -260,11 +276,10 @@ class StagePeer:
 
     def _on_lost(self, peer: str, reason: str) -> None:
         trainer = self._trainer
-        if trainer.finished.is_set():
-            return
         stage = self._links.neighbours[peer].stage
-        if peer in self._linked:
-            self._linked.discard(peer)
+        is_news = peer in self._linked and not trainer.finished.is_set()
+        self._linked.discard(peer)
+        if is_news:
             what = "left" if reason == LEFT else f"is lost ({reason})"
             self._reporter.note(f"{short(peer)} of stage {stage} {what}")
         trainer.on_lost(peer, stage, has_resigned=reason in (LEFT, ANEW))

@@ -85,12 +85,22 @@ class Starter:
         if self.core.started is not None:
             return
         plan = self._plans.parse(message.plan, message.version)
+        if plan.step != message.version:
+            raise FrameError("start", f"a plan of step {plan.step} for a start at {message.version}")
         if len(message.sources) != len(plan.slots) or not set(message.sources) <= set(message.rosters[0]):
             raise FrameError("start", "every slot needs a source of the roster")
         if frame.kind is Kind.PROPOSE:
             self._run(self.core.on_propose(link.peer, message, time.monotonic()))
         else:
             self._run(self.core.on_start(message, time.monotonic()))
+
+    def repeat(self, link: Link, version: int) -> None:
+        """Tell a neighbour of the start, until its first step is committed here (version: steps applied).
+
+        After that a peer that it names and that did not hear of it, or started anew, has to join.
+        """
+        if self.core.started is not None and version <= self.core.started.version:
+            link.post(Kind.START, self.core.started.header())
 
     def _make_start(self, rosters: tuple[tuple[str, ...], ...]) -> start.Start:
         version = common_version(self._held)

@@ -7,6 +7,7 @@ worker and the rounds. Lives in the communication loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -17,16 +18,19 @@ from peers.frames import Frame, FrameError, Kind, need
 from peers.limits import LIMITS
 from peers.link import Link
 from peers.links import Links
-from peers.planning import PlanBook, make_plan
+from peers.planning import PlanBook, StalePlanError, make_plan
 from peers.recovery import Recovery
 from peers.round_messages import Arrival, Commit, CompactKey, compact
 from peers.run_files import RunFiles
 from peers.stage import StageWorker, parse_key
 from peers.stash import Stash
 from peers.step_ends import StepEnds
+from peers.transfer import TransferError
 from peers.watch import names
 from swarm.manifest import RunManifest
 from swarm.plan import Plan
+
+logger = logging.getLogger("swarm_peer.trainer")
 
 
 class Steps:
@@ -51,7 +55,7 @@ class Steps:
         self.ends = StepEnds(self.plans, links)
         self.stash = Stash()
         self.is_in = False
-        self._is_alone = False
+        self._alone_at: int | None = None
         self._nudged_at = 0.0
         self._links, self._files, self._tasks, self._is_voting = links, files, tasks, is_voting
         self.assignments = Assignments(self.me, links, self._run_slot)
@@ -66,23 +70,29 @@ class Steps:
 
     def enter(self, step: int, roster: tuple[str, ...], commit: Commit | None) -> None:
         """This peer takes part from here on. commit: the one that lists it as a follower."""
-        self.is_in, self._is_alone = True, roster == (self.me,)
+        self.is_in, self._alone_at = True, step if roster == (self.me,) else None
+        self._nudged_at = time.monotonic()
         if self.stage == 0 and commit is not None:
             self.take_plan(self.plans.parse(commit.plan, step), list(commit.sources))
-        elif self.stage == 0 and self._is_alone:
+        elif self.stage == 0 and self._alone_at is not None:
             self._tasks.create_task(self._plan_alone(step))
 
     def tick(self, now: float) -> None:
-        """Time passes. As lead source of a step whose slots do not end: have them all run, by whoever they are.
+        """Time passes. A step whose slots do not end: ask for what may have passed this peer by, its plan or ends.
 
-        Two peers that took themselves for the lead source may have left a slot to nobody.
+        The lead source has all slots run, too, by whoever they are: two peers that took themselves for the lead
+        source may have left a slot to nobody.
         """
+        if self.stage == 0:
+            self.reassign()  # a source that fell out of step takes part no more, and its link stands
         plan, rounds = self.worker.core.plan, self.averaging.core
-        if self.stage != 0 or plan is None or rounds.leader != self.me or self.ends.are_complete(plan):
+        if plan is not None and self.ends.are_complete(plan):
             self._nudged_at = now
         elif now - self._nudged_at > LIMITS.nudge_s:
             self._nudged_at = now
-            self.assignments.recover(plan, rounds.present, self.recovery.fenced)
+            self._links.gossip(Kind.QUERY, {"id": 0, "what": "now", "about": None})
+            if self.stage == 0 and plan is not None and rounds.leader == self.me:
+                self.assignments.recover(plan, rounds.present, self.recovery.fenced)
 
     def suspend(self) -> None:
         """This peer takes no more part: what waits here looks elsewhere."""
@@ -103,6 +113,7 @@ class Steps:
     def on_applied(self, commit: Commit, before: Plan | None) -> None:
         """A step is applied; `before` was its plan. The next step's plan is taken up."""
         self.recovery.clear()
+        self._nudged_at = time.monotonic()
         if before is not None:
             self.ends.forget(before.step - 1)
         if self.version >= self.manifest.total_steps:
@@ -124,7 +135,7 @@ class Steps:
 
     def repeat(self, link: Link) -> None:
         """Plans and ends of slots; of the step before too: a neighbour may not have committed it yet."""
-        for step in (self.version - 1, self.version):
+        for step in (self.version - 1, self.version) if self.is_in else ():
             if (plan := self.plans.of_step(step)) is not None:
                 link.post(Kind.PLAN, {"plan": plan.to_bytes()})
                 self.ends.repeat(link, plan)
@@ -149,11 +160,15 @@ class Steps:
 
     def on_plan_frame(self, frame: Frame) -> None:
         """A PLAN of a neighbour. Raises FrameError."""
-        if not self.is_in or (self.stage == 0 and not self._is_alone):
+        if not self.is_in or (self.stage == 0 and self._alone_at != self.version):
             return  # sources have their plans from COMMIT and START
-        plan = self.plans.parse(need(frame.header, "plan", bytes), self.version)
+        try:
+            plan = self.plans.parse(need(frame.header, "plan", bytes), self.version)
+        except StalePlanError:
+            return  # of a neighbour that is behind: no offence
         if self.stage == 0:
-            if plan.step == self.version and self.worker.core.plan is None:
+            known = self.worker.core.plan  # perhaps one it made itself before it heard of this one
+            if plan.step == self.version and (known is None or plan.attempt > known.attempt):
                 self.take_plan(plan, [self.me] * len(plan.slots), is_replay=True)
         elif self.plans.add(plan):
             self.ends.learned(plan)
@@ -162,8 +177,10 @@ class Steps:
 
     def _adopt(self, plan: Plan, *, is_replay: bool = False) -> None:
         if plan.step == self.version:
-            now = time.monotonic()
+            now, before = time.monotonic(), self.worker.core.plan
             self.worker.run(self.worker.core.on_plan(plan, now))
+            if self.worker.core.plan is not before:
+                self.recovery.clear()  # fences and lost keys were those of another plan
             if self.worker.core.plan is not plan and self.worker.core.plan is not None:
                 return  # an earlier attempt than the one in force
             keys = frozenset(compact(plan.keys()))
@@ -178,9 +195,19 @@ class Steps:
         self._tasks.create_task(self._fetch_and_run(plan, slot, is_replay))
 
     async def _fetch_and_run(self, plan: Plan, slot: int, is_replay: bool) -> None:
-        await self._files.ensure_samples(plan.slots[slot].samples)
-        if self.worker.core.plan is plan:
-            self.worker.assign(plan, slot, is_replay)
+        while self.worker.core.plan is plan:
+            try:
+                await self._files.ensure_samples(plan.slots[slot].samples)
+            except TransferError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise  # this peer's own disk: nobody else could help
+                logger.warning("the data of slot %d of step %d: %s", slot, plan.step, error)
+                await asyncio.sleep(LIMITS.data_again_s)
+                continue
+            if self.worker.core.plan is plan:
+                self.worker.assign(plan, slot, is_replay)
+                self.check_ready()
+            return
 
     def reassign(self) -> None:
         """A replica is lost or fenced: the lead source gives its slots to others."""
@@ -204,20 +231,30 @@ class Steps:
             self.check_ready()
 
     def check_ready(self) -> None:
-        """Report to the round once all slots have ended and what came here is in the ledger."""
+        """Report to the round once all slots have ended and what came here is in the ledger.
+
+        A report is taken back when more work of the step comes (a replay, a slot): a group that did not know of
+        it would average a gradient that has it.
+        """
         core = self.worker.core
         plan = core.plan
-        if plan is None or not core.is_settled or not self.is_in or not self.ends.are_complete(plan):
+        if plan is None or not self.is_in:
+            return
+        if not core.is_settled:
+            self.averaging.on_unready(plan.digest())
+            return
+        if not self.ends.are_complete(plan):
             return
         ledger = core.ledger
+        keys = compact(ledger)
         self.averaging.on_ready(
             Arrival(
                 plan.step,
                 plan.digest(),
-                compact(ledger),
+                keys,
                 sum(ledger.values()),
                 lineage=self.averaging.core.lineage,
-                lost=tuple(sorted({*compact(core.lost), *self.recovery.lost})),
+                lost=tuple(sorted({*compact(core.lost), *self.recovery.lost} - set(keys))),
                 sketch=self.averaging.sketch,
             )
         )
@@ -237,11 +274,17 @@ class Steps:
         if not self._is_voting() or not self.is_in:
             link.post(Kind.REFUSED, {"key": key.pack(), "reason": "resync"})
             return
-        if key.step > self.version + 1:
+        if key.step > self.version + LIMITS.follow_behind:
             raise FrameError("step", f"a FORWARD of step {key.step} while step {self.version} is worked on")
+        if key.step > self.version + 1:
+            # It is this peer that is behind, and about to hear of it.
+            link.post(Kind.BUSY, {"key": key.pack(), "reason": ""})
+            return
         plan = self.plans.get(key.plan)
         if plan is not None:
             self.worker.on_forward(link, frame, plan)
+            if not self.worker.core.is_settled:
+                self.check_ready()
         elif key.step < self.version:
             link.post(Kind.REFUSED, {"key": key.pack(), "reason": "committed"})
         elif link.hello.stage != self.stage - 1:

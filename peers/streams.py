@@ -72,9 +72,9 @@ async def _read_rest(
     """What follows the prefix of a frame."""
     kind, header = decode_header(await reader.readexactly(header_bytes))
     frame = Frame(kind, header)
-    if valve is not None:
-        total = PREFIX.size + header_bytes + (payload_bytes if valve.is_free else 0)
-        await valve.passes(kind, total)
+    head_bytes = PREFIX.size + header_bytes
+    if valve is not None and not valve.is_free:
+        await valve.passes(kind, head_bytes)
     piece_bytes = limits.read_chunk_bytes if valve is None else valve.piece_bytes
     if payload_bytes:
         buffer = bytearray(payload_bytes)
@@ -90,6 +90,8 @@ async def _read_rest(
                 await valve.passes(kind, len(chunk))
         frame.payload = (view,)
     if valve is not None:
+        if valve.is_free:
+            await valve.passes(kind, head_bytes + payload_bytes)
         valve.has_passed(kind)
     return frame
 

@@ -20,7 +20,7 @@ from peers.compute import Boundaries, StageCompute
 from peers.engine import Engine
 from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.gate import Gate
-from peers.joining import LINEAGE_CHARACTERS, Standing, Status
+from peers.joining import Standing, Status
 from peers.limits import LIMITS
 from peers.link import Link
 from peers.links import Links
@@ -29,15 +29,15 @@ from peers.payloads import BatchFormat
 from peers.progress import Progress
 from peers.questions import Questions
 from peers.recovery import Recovery
-from peers.round_messages import MAX_STEP, Commit, CompactKey, compact, parse_commit
-from peers.rounds import RoundCore
+from peers.round_messages import Commit, CompactKey, compact, parse_commit
+from peers.rounds import Phase, RoundCore
 from peers.run_files import RunFiles
 from peers.stage import StageWorker
 from peers.starting import Held, Starter
 from peers.steps import Steps
 from peers.update_log import UpdateLog
 from peers.watch import LedgerTrace, StallWatch
-from peers.work_messages import Fence, Missing, parse_fence, parse_missing
+from peers.work_messages import parse_fence, parse_missing
 from swarm.manifest import RunManifest
 from swarm.plan import MAX_SLOTS, MicrobatchKey, Plan
 
@@ -222,18 +222,16 @@ class Trainer:
                 if link.hello.stage == self.stage + 1:
                     self.worker.on_ready(link)
             case Kind.FENCE:
-                self._on_fence(link, parse_fence(frame.header))
+                if self.recovery.on_fence(link, parse_fence(frame.header), is_in=self.steps.is_in):
+                    self.steps.reassign()
             case Kind.MISSING:
-                self._on_missing(link, parse_missing(frame.header))
-            case Kind.FOLLOW:
-                self._on_follow(link, frame)
+                self.recovery.on_missing(link, parse_missing(frame.header), self.steps.plans)
             case _:
                 raise FrameError("kind", f"{frame.kind} has no place on a link")
 
     def on_up(self, link: Link) -> None:
         """A link is up: what its peer may have missed is repeated."""
-        if self.starter.core.started is not None:
-            link.post(Kind.START, self.starter.core.started.header())
+        self.starter.repeat(link, self.version)
         self.steps.repeat(link)
         if link.hello.stage == self.stage + 1:
             self.worker.on_link_up(link)
@@ -248,7 +246,7 @@ class Trainer:
         """A neighbour is lost. has_resigned: it said goodbye, or is another start of the same identity."""
         self._questions.on_peer_lost(peer)
         if stage == self.stage + 1:
-            self.worker.run(self.worker.core.on_peer_lost(peer, time.monotonic()))
+            self.worker.on_lost(peer)
         elif stage == self.stage and self.steps.is_in:
             self.averaging.on_peer_lost(peer, has_resigned=has_resigned)
             self.steps.reassign()
@@ -259,7 +257,7 @@ class Trainer:
         may_start: whether nobody's record says that the run is under way.
         """
         now = time.monotonic()
-        if self.membership.standing is Standing.WAITING:
+        if self.membership.standing is Standing.WAITING and not self.finished.is_set():
             if may_start:
                 self.starter.tick(now, held)
             self.membership.look_around(now)
@@ -279,6 +277,8 @@ class Trainer:
     def freeze(self, is_frozen: bool) -> None:
         """See RoundsOwner."""
         self.worker.run(self.worker.core.freeze(is_frozen, time.monotonic()))
+        if not is_frozen and not self.worker.core.is_settled:
+            self.steps.check_ready()  # what was held back has been taken
 
     def seal(self, step: int) -> None:
         """See RoundsOwner."""
@@ -303,8 +303,8 @@ class Trainer:
             self._on_snapshot(core.version, self.averaging.core.lineage)
         if core.version == self.manifest.total_steps:
             self.finished.set()
-            return
-        self.steps.on_applied(commit, plan)
+        else:
+            self.steps.on_applied(commit, plan)
         if self.me in commit.roster:
             self.membership.on_vote()
 
@@ -349,6 +349,11 @@ class Trainer:
 
     # -- MembershipOwner -----------------------------------------------------------------------------------
 
+    @property
+    def is_applying(self) -> bool:
+        """See MembershipOwner."""
+        return self.averaging.core.phase is Phase.APPLYING
+
     def suspend(self) -> None:
         """See MembershipOwner."""
         self.steps.suspend()
@@ -384,13 +389,16 @@ class Trainer:
 
     def _begin(self, message: start.Start, plan: Plan) -> None:
         """START is in force, and names this peer."""
+        self.membership.standing = Standing.RESTORING
         self._tasks.create_task(self._restore_and_begin(message, plan))
 
     async def _restore_and_begin(self, message: start.Start, plan: Plan) -> None:
         try:
-            lineage = await self.membership.restore(message.version) if message.version else ""
+            lineage = await self.membership.restore(message.version)
         except Exception as error:
             self._fail(error)
+            return
+        if lineage is None:
             return
         self.membership.standing = Standing.VOTING
         self.enter(message.version, message.rosters[self.stage], lineage, ())
@@ -409,41 +417,15 @@ class Trainer:
             if peer != self.me and self._links.get(peer) is None:
                 self.on_lost(peer, self.stage)
 
-    def _on_follow(self, link: Link, frame: Frame) -> None:
-        if link.hello.stage != self.stage:
-            raise FrameError("stage", f"stage {self.stage} is not followed from stage {link.hello.stage}")
-        version = need_count(frame.header, "version", MAX_STEP)
-        lineage = need(frame.header, "lineage", str)[:LINEAGE_CHARACTERS]
-        if self.steps.is_in:
-            now = time.monotonic()
-            self.averaging.run(self.averaging.core.on_follow(link.peer, version, lineage, now))
-
     def _on_round_frame(self, link: Link, frame: Frame) -> None:
         if link.hello.stage != self.stage:
             raise FrameError("stage", f"{frame.kind} from stage {link.hello.stage}")
         if self.steps.is_in:
             self.averaging.on_frame(link.peer, frame)
         elif frame.kind is Kind.COMMIT:
-            self.membership.on_commit(link.peer, parse_commit(frame.header))
-
-    def _on_fence(self, link: Link, fence: Fence) -> None:
-        if link.hello.stage == self.stage + 1:
-            core = self.worker.core
-            self.worker.run(core.on_fenced(fence.peer, fence.plan, time.monotonic()))
-        elif link.hello.stage != self.stage or link.peer not in self.averaging.core.roster:
-            raise FrameError("stage", f"FENCE from stage {link.hello.stage}")
-        elif self.steps.is_in:
-            self.recovery.fenced.add(fence.peer)
-            if fence.peer == self.me:
-                self.recovery.on_fenced(fence)
-            self.steps.reassign()
-
-    def _on_missing(self, link: Link, missing: Missing) -> None:
-        if link.hello.stage != self.stage + 1:
-            raise FrameError("stage", f"MISSING from stage {link.hello.stage}")
-        plan = self.steps.plans.get(missing.plan)
-        if plan is not None:
-            self.worker.run(self.worker.core.on_missing(missing.of(plan), time.monotonic()))
+            commit = parse_commit(frame.header)
+            self.steps.check_commit(commit)
+            self.membership.on_commit(link.peer, commit)
 
     def _on_give_up(self, key: MicrobatchKey) -> None:
         self._fail(

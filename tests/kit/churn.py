@@ -106,8 +106,19 @@ class Churn:
             }
             Swarm(self.host, self.folder).make_run(deadline_s=300.0, **chosen)
 
-    def soak(self, name: str, seconds: float, kill_every_s: float | None = None) -> Soak:
-        """Train for so long after the first commit. kill_every_s: kill -9 a random member that often."""
+    def soak(
+        self,
+        name: str,
+        seconds: float,
+        kill_every_s: float | None = None,
+        *,
+        least_replaced: int | None = None,
+    ) -> Soak:
+        """Train for so long after the first commit. kill_every_s: kill -9 a random member that often.
+
+        least_replaced: for machines that are busy with other things: a death waits until everybody is back from
+        the one before, and the soak goes on, for three times as long at most, until so many have come back.
+        """
         folder = self.folder / name
         folder.mkdir(parents=True)
         swarm = Swarm(self.host, folder, self.run_dir)
@@ -118,7 +129,7 @@ class Churn:
                 for stage in range(self.stages):
                     watch.add(stage, f"{stage}-{replica}")
             wait_for(watch.has_begun, _START_S, "the first step", swarm)
-            watch.run(seconds, kill_every_s, self._random)
+            watch.run(seconds, kill_every_s, self._random, least_replaced)
             return watch.end()
         finally:
             swarm.kill_all()
@@ -157,16 +168,25 @@ class _Watch:
         self._read()
         return len(self._last_commit) == self._churn.stages
 
-    def run(self, seconds: float, kill_every_s: float | None, randomly: random.Random) -> None:
+    def run(
+        self, seconds: float, kill_every_s: float | None, randomly: random.Random, least_replaced: int | None
+    ) -> None:
         """Watch, and kill."""
         self._began = time.monotonic()
         self._last_commit = dict.fromkeys(self._last_commit, self._began)
         next_kill = self._began + kill_every_s if kill_every_s else float("inf")
-        while (now := time.monotonic()) < self._began + seconds:
+        is_patient = least_replaced is not None
+        while True:
+            now = time.monotonic()
             self._read()
             self._look(now - self._began)
-            if now >= next_kill and kill_every_s:
-                next_kill += kill_every_s
+            replaced = sum(place is not None for place in replacements(self.soak))
+            is_over = now - self._began >= seconds * (3 if replaced < (least_replaced or 0) else 1)
+            if is_over:
+                break
+            is_whole = self.soak.members[-1][1] == 1.0
+            if now >= next_kill and kill_every_s and (is_whole or not is_patient):
+                next_kill = (now if is_patient else next_kill) + kill_every_s
                 self._kill(now - self._began, randomly)
             time.sleep(_LOOK_S)
         self.soak.seconds = time.monotonic() - self._began
@@ -291,7 +311,7 @@ def compare(
     slopes = churned.rss_slopes()
     expected = calm.steps_per_s * churned.mean_share
     times = [
-        churned.joined[n] - at for (at, _), n in zip(churned.kills, _replacements(churned), strict=False) if n
+        churned.joined[n] - at for (at, _), n in zip(churned.kills, replacements(churned), strict=False) if n
     ]
     return {
         "minutes": round(churned.seconds / 60, 2),
@@ -317,7 +337,7 @@ def compare(
     }
 
 
-def _replacements(soak: Soak) -> list[str | None]:
+def replacements(soak: Soak) -> list[str | None]:
     """For every kill the peer that came for it, None if it had not worked by the end."""
     by_stage: defaultdict[str, list[str]] = defaultdict(list)
     for name in soak.joined:

@@ -88,7 +88,7 @@ def test_windows_grow_to_the_round_trip_only_while_the_line_is_free_and_shrink_w
     def pass_bytes(rtt_s: float, *, has_waited: bool) -> int:
         nonlocal now
         before = given_credit._window or 0
-        for _ in range(400):
+        for _ in range(1200):
             now += 0.01
             given_credit.passed(20_000, rtt_s, has_waited=has_waited)
         return (given_credit._window or 0) - before
@@ -100,13 +100,14 @@ def test_windows_grow_to_the_round_trip_only_while_the_line_is_free_and_shrink_w
     assert given_credit._window == pytest.approx(rate * 0.1, rel=0.01)
 
 
-def test_all_windows_together_grow_by_a_tenth_of_a_second_and_then_hardly() -> None:
+def test_on_a_busy_line_all_windows_together_grow_by_very_little() -> None:
     now = 0.0
     shaper = Shaper(100.0, clock=lambda: now)
     neighbours = [GivenCredit(shaper) for _ in range(20)]
+    shaper.charge(shaper.rate_bytes_per_s * 10)
     for _ in range(100):
         now += 0.01
         for neighbour in neighbours:
             neighbour.passed(60_000, 0.5, has_waited=False)
     grown = sum((neighbour._window or 0) - (shaper.window_bytes or 0) for neighbour in neighbours)
-    assert grown <= shaper.rate_bytes_per_s * (0.1 + 0.005 + 0.001)
+    assert 0 < grown <= shaper.rate_bytes_per_s * (0.02 + 0.005 + 0.001)
