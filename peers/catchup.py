@@ -86,6 +86,7 @@ class CatchUp:
     ) -> None:
         self.held: tuple[int, str] | None = None
         self.pace = Pace()
+        self._said_at: float | None = None
         self._manifest, self._stage, self._compute, self._engine = manifest, stage, compute, engine
         self._p2p, self._files, self._store, self._snapshots = p2p, files, store, snapshots
         self._updates, self._traffic, self._metrics, self._note = updates, traffic, metrics, note
@@ -240,44 +241,52 @@ class CatchUp:
         *,
         until: int,
         donors: Donors,
+        newest: int = 0,
         on_progress: Progress | None = None,
     ) -> tuple[int, str]:
         """From (version, lineage), which the compute holds, to version `until`; returns what is held then.
 
-        donors: peer ids (or a mapping by them, or a function that says who there is now). The next update comes
-        while one is applied. Raises LineageError if the stage went on from other weights, UpdateMissing if
+        newest: the version that others are at, if that is more. donors: peer ids (or a mapping by them, or a
+        function that says who there is now). The next update comes while one is applied. Raises LineageError if the stage went on from other weights, UpdateMissing if
         nobody has the next update, TransferError if the disk cannot take it; `held` says how far it came.
         """
         self.held = (version, lineage)
-        said_at = time.monotonic()
+        newest = max(newest, until)
+        if newest > version and self._said_at is None:
+            self._said_at = time.monotonic()
         ahead: asyncio.Task[Fetched] | None = None
         try:
             while version < until:
                 if ahead is None:
-                    ahead = asyncio.create_task(self._fetcher.fetch(version, lineage, until, donors))
+                    ahead = asyncio.create_task(self._fetcher.fetch(version, lineage, newest, donors))
                 fetched, ahead = await ahead, None
                 if version + 1 < until:
                     after = fetched.update.next_lineage
-                    ahead = asyncio.create_task(self._fetcher.fetch(version + 1, after, until, donors))
+                    ahead = asyncio.create_task(self._fetcher.fetch(version + 1, after, newest, donors))
                 began = time.monotonic()
                 version, lineage = await self._apply(fetched)
                 now = time.monotonic()
                 if fetched.nbytes:
                     self.pace.measured(fetched.nbytes, fetched.seconds, now - began)
-                left_s = (until - version) * self.pace.seconds_per_update
                 if on_progress is not None:
-                    on_progress(version, until, left_s)
-                if now - said_at > SAY_EVERY_S and version < until:
-                    said_at = now
-                    self._note(
-                        f"catching up: version {version} of {until}, updates of "
-                        f"{self.pace.bytes_per_update / 1e6:.1f} MB at {self.pace.mbps:.1f} Mbit/s, {left_s:.0f} s left"
-                    )
+                    on_progress(version, until, (until - version) * self.pace.seconds_per_update)
+                self._say(version, newest, now)
         finally:
             if ahead is not None:
                 ahead.cancel()
                 await asyncio.gather(ahead, return_exceptions=True)
         return version, lineage
+
+    def _say(self, version: int, newest: int, now: float) -> None:
+        if version >= newest:
+            self._said_at = None
+        elif self._said_at is not None and now - self._said_at > SAY_EVERY_S:
+            self._said_at = now
+            left_s = (newest - version) * self.pace.seconds_per_update
+            self._note(
+                f"catching up: version {version} of {newest}, updates of {self.pace.bytes_per_update / 1e6:.1f} MB "
+                f"at {self.pace.mbps:.1f} Mbit/s, {left_s:.0f} s left"
+            )
 
     async def _apply(self, fetched: Fetched) -> tuple[int, str]:
         update = fetched.update

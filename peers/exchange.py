@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,11 +188,21 @@ class Exchange:
                 return  # a repeat
             self._parts.setdefault(chunk, {})[sender] = data
             if not self._missing(chunk):
-                self._jobs.create_task(self._reduce(chunk))
+                self._spawn(self._reduce(chunk))
             return
         if self._split.reducer(chunk) != sender or chunk in self._hashes:
             raise FrameError("range", f"chunk {chunk} is not this member's, or came twice")
-        self._jobs.create_task(self._take(chunk, data))
+        self._spawn(self._take(chunk, data))
+
+    def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
+        """Start a job for a frame that came. An attempt that is failing takes none, and frames may still come."""
+        try:
+            if self._jobs is not None:
+                self._jobs.create_task(job)
+                return
+        except RuntimeError:
+            pass  # the group of jobs is shutting down
+        job.close()
 
     def _on_slice(self, peer: str, frame: Frame) -> None:
         """A piece of the leader's slice; kept once, a repeat is dropped."""

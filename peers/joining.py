@@ -70,8 +70,10 @@ def current_status(statuses: Iterable[Status]) -> Status | None:
 def may_follow(behind: int, seconds_per_update: float, gate_s: float) -> bool:
     """Whether what is missing can be had while the stage holds one round for it.
 
-    behind: updates missing now. The commit of the round in progress is one more.
+    behind: updates missing now. The commit of the round in progress is one more. seconds_per_update: 0 if unknown.
     """
+    if seconds_per_update == 0:
+        return behind <= 1
     return (behind + 1) * seconds_per_update <= gate_s
 
 

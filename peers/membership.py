@@ -229,7 +229,9 @@ class Membership:
                 )
             few = updates_before_a_look(self._catchup.pace.seconds_per_update, LIMITS.gate_s)
             until = max(self._held[0], min(self._held[0] + few, status.version))
-            self._held = await self._catchup.apply_updates(*self._held, until=until, donors=self._donors())
+            self._held = await self._catchup.apply_updates(
+                *self._held, until=until, newest=status.version, donors=self._donors()
+            )
         except LineageError as error:
             # Weights of another lineage, perhaps this peer's own checkpoint of a half that lost.
             self._note(f"what this peer holds is not what stage {self._stage} went on from: {error}")
@@ -262,10 +264,8 @@ class Membership:
         """
         update_s, step_s = self._catchup.pace.seconds_per_update, self._clock.seconds_per_step
         if behind is None:
-            is_hopeless, why = (
-                update_s > 0,
-                "the updates it needs next are gone before it has those before them",
-            )
+            is_hopeless = step_s is not None and 2 * update_s >= step_s
+            why = "the updates it needs next are gone before it has those before them"
         else:
             self._behind.append(behind)
             is_hopeless = len(self._behind) == self._behind.maxlen and behind >= self._behind[0]

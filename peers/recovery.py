@@ -80,11 +80,13 @@ class Recovery:
         if link.hello.stage == self._stage + 1:
             self._worker.run(self._worker.core.on_fenced(fence.peer, fence.plan, time.monotonic()))
             return False
-        if link.hello.stage != self._stage or link.peer not in self._averaging.core.roster:
+        if link.hello.stage != self._stage:
             raise FrameError("stage", f"FENCE from stage {link.hello.stage}")
         plan = self._worker.core.plan
         if not is_in or plan is None or plan.digest() != fence.plan:
             return False
+        if link.peer not in self._averaging.core.roster:
+            raise FrameError("stranger", f"FENCE of {short(link.peer)}, who is not in the roster")
         self.fenced.add(fence.peer)
         if fence.peer == self._me:
             self.on_fenced(fence)

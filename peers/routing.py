@@ -10,6 +10,7 @@ before.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -40,7 +41,7 @@ class _Neighbour(Generic[K]):
         """Seconds for a microbatch; 0 if unknown."""
         if self.seconds is None or self.outstanding:
             return self.seconds or 0.0
-        return self.seconds * 0.5 ** (max(0.0, now - self.last_answer) / FADE_S)
+        return self.seconds * math.exp2(-max(0.0, now - self.last_answer) / FADE_S)
 
 
 class Router(Generic[K]):

@@ -84,10 +84,10 @@ class UpdateFetcher:
         self._me = p2p.peer_id.to_base58()
         self._failed_at: dict[str, float] = {}
 
-    async def fetch(self, step: int, lineage: str, until: int, donors: Donors) -> Fetched:
+    async def fetch(self, step: int, lineage: str, newest: int, donors: Donors) -> Fetched:
         """The update of a step that begins from weights of this lineage.
 
-        until: the version that others are at; the updates just before it may still be on their way to a disk.
+        newest: the version that others are at; the updates just before it may still be on their way to a disk.
         Raises LineageError, UpdateMissing, TransferError (this peer's own disk).
         """
         path = self._updates.path(step)
@@ -98,7 +98,7 @@ class UpdateFetcher:
         useless: set[str] = {self._me}
         strayed: set[str] = set()
         while True:
-            is_worth_waiting = step >= until - BEING_WRITTEN
+            is_worth_waiting = step >= newest - BEING_WRITTEN
             for donor in self._in_order(donor_ids(donors)):
                 if donor in useless:
                     continue

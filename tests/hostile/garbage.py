@@ -8,13 +8,15 @@ written.
 from __future__ import annotations
 
 import copy
+import functools
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 
 from peers.frames import PREFIX, Frame, Kind
@@ -22,16 +24,33 @@ from peers.frames import PREFIX, Frame, Kind
 IS_LONG = os.environ.get("SWARM_PEER_LONG", "") not in ("", "0")
 
 
-def examples(short: int, long: int) -> settings:
-    """As many examples as the mode asks for; what is drawn is the same in every run of the short one."""
-    return settings(
-        max_examples=long if IS_LONG else short,
-        deadline=None,
-        database=None,
-        derandomize=not IS_LONG,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
+CHUNK = 500
+"""Examples of one run of hypothesis: it remembers every one it has tried, and 20,000 take gigabytes."""
+
+
+def examples(short: int, long: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As many examples as the mode asks for; the short one draws the same every time. Goes above `given`."""
+    count = long if IS_LONG else short
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        bounded = settings(
+            max_examples=min(count, CHUNK),
+            deadline=None,
+            database=None,
+            derandomize=not IS_LONG,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        )(test)
+
+        def repeated(*arguments: Any, **options: Any) -> None:
+            start = random.SystemRandom().randrange(2**32)
+            for number in range(-(-count // CHUNK)):
+                (seed(start + number)(bounded) if IS_LONG else bounded)(*arguments, **options)
+
+        functools.update_wrapper(repeated, bounded, updated=())
+        return repeated
+
+    return decorate
 
 
 def deep(depth: int) -> list[Any]:

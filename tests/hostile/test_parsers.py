@@ -104,7 +104,7 @@ def test_unharmed_headers_are_understood(kind: Kind) -> None:
     PARSERS[kind](as_received(Frame(kind, HEADERS[kind])))
 
 
-@examples(350, 22_000)
+@examples(350, 12_000)
 @given(st.sampled_from(list(PARSERS)), mutation_lists)
 def test_a_mutated_header_of_any_message_is_read_or_refused(kind: Kind, changes: list[Mutation]) -> None:
     try:
@@ -132,7 +132,7 @@ def test_messages_without_a_template_are_read_or_refused(number: int, changes: l
         pass
 
 
-@examples(250, 12_000)
+@examples(250, 24_000)
 @given(st.sampled_from(list(Kind)), spoilers)
 def test_spoiled_bytes_end_in_a_refusal_or_the_end_of_the_stream(kind: Kind, spoiler: Spoiler) -> None:
     wire = spoiler.apply(wire_of(Frame(kind, HEADERS.get(kind, GENERIC), (memoryview(bytearray(64)),))))
@@ -162,7 +162,7 @@ def test_a_msgpack_bomb_costs_neither_time_nor_memory(bomb: int) -> None:
     assert time.perf_counter() - started < 1.0
 
 
-@examples(150, 8_000)
+@examples(150, 6_000)
 @given(mutation_lists, st.binary(max_size=200))
 def test_a_garbled_plan_is_no_plan(changes: list[Mutation], noise: bytes) -> None:
     fields = msgpack.unpackb(PLAN.to_bytes())
@@ -190,7 +190,7 @@ def test_a_huge_plan_is_refused_at_once(field: int, huge: int) -> None:
     assert time.perf_counter() - started < 2.0
 
 
-@examples(150, 8_000)
+@examples(150, 16_000)
 @given(st.integers(-64, 64), st.binary(max_size=64), st.integers(0, 4000))
 def test_a_forward_of_other_bytes_is_refused(extra: int, noise: bytes, place: int) -> None:
     size = FORM.nbytes(2) + sum(spec.nbytes for spec in CODEC.layout(_codec_key()).values())
@@ -252,7 +252,7 @@ def records_of(identity: Identity, now: float = 0.0) -> list[Any]:
     ]
 
 
-@examples(250, 12_000)
+@examples(250, 8_000)
 @given(
     st.integers(0, 1),
     mutation_lists,
@@ -285,7 +285,7 @@ def test_a_record_that_was_touched_is_refused_and_nothing_else(
             decode_record(data)
 
 
-@examples(80, 4_000)
+@examples(80, 8_000)
 @given(st.one_of(junk, st.tuples(junk, junk, junk)))
 def test_any_value_in_place_of_a_record_is_refused(value: Any) -> None:
     made = value() if callable(value) else value

@@ -85,7 +85,7 @@ def test_strangers_frames_of_every_kind_are_read_or_refused(world: World, victim
     peer = world.peers[victim]
     before = rss()
 
-    @examples(120, 8_000)
+    @examples(120, 4_000)
     @given(st.sampled_from(KINDS), st.integers(0, KEEP), st.integers(-1, 2), mutation_lists)
     def attack(kind: Kind, number: int, beside: int, changes: list[Mutation]) -> None:
         async def scenario() -> None:
@@ -274,7 +274,7 @@ def test_a_member_that_talks_rubbish_breaks_nothing(world: World, victim: str) -
 
     before = rss()
 
-    @examples(120, 8_000)
+    @examples(120, 4_000)
     @given(st.sampled_from(KINDS), st.integers(0, KEEP), st.integers(0, 100), mutation_lists)
     def attack(kind: Kind, number: int, who: int, changes: list[Mutation]) -> None:
         async def scenario() -> None:

@@ -169,7 +169,7 @@ class FaultBench:
     @cached_property
     def reference(self) -> Outcome:
         """The undisturbed run."""
-        outcome = self.run("undisturbed")
+        outcome = self.run_again_unless_started("undisturbed")
         problems = [*outcome.audit.problems(), *outcome.unequal]
         if problems or outcome.finished != set(self.crew.everybody):
             raise RuntimeError(f"the undisturbed run failed: {problems}\n{outcome.report}")
@@ -208,10 +208,9 @@ class FaultBench:
         try:
             if during is not None:
                 during(swarm)
-            trainers = [peer for peer in swarm.members if peer != "seed"]
             report = ""
             try:
-                swarm.wait_finished(trainers, self.deadline_s)
+                wait_for(lambda: is_over(swarm), self.deadline_s, "the run to be finished", swarm)
             except TimeoutError as error:
                 report = str(error)
             outcome = self.collect(swarm, time.monotonic() - began)
@@ -219,6 +218,13 @@ class FaultBench:
             return outcome
         finally:
             swarm.kill_all()
+
+    def run_again_unless_started(self, *arguments: Any) -> Outcome:
+        """`run`, once more if a peer could not join at the start: what is tested begins with the first step."""
+        outcome = self.run(*arguments)
+        if any(outcome.ledgers.values()) or not any(outcome.codes.values()):
+            return outcome
+        return self.run(*arguments)
 
     def collect(self, swarm: Swarm, seconds: float) -> Outcome:
         """Read what everybody left."""
@@ -260,11 +266,13 @@ class FaultBench:
         if case.point in (ON_SIGNAL, "outside"):
             number = signal.SIGUSR1 if case.point == ON_SIGNAL else signal.SIGKILL
             kill_at = {victim: ON_SIGNAL} if case.point == ON_SIGNAL else {}
-            outcome = self.run(name, kill_at, lambda swarm: self._kill_in(swarm, victim, number, step))
+            outcome = self.run_again_unless_started(
+                name, kill_at, lambda swarm: self._kill_in(swarm, victim, number, step)
+            )
         else:
             # A round's leader is one in its own step only; any other peer may see no work in one step.
             when = f"step={step}" if case.victim.startswith("lead") else f"from={step}"
-            outcome = self.run(name, {victim: f"{case.point}:{when}"})
+            outcome = self.run_again_unless_started(name, {victim: f"{case.point}:{when}"})
         result = judge(case, victim, outcome, self.reference, self.manifest)
         if not result["problems"]:
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -277,10 +285,20 @@ class FaultBench:
         """Signal a peer as soon as the step before has been committed."""
 
         def has_come() -> bool:
-            return any(line["step"] >= step - 1 for line in swarm.members["0-0"].ledger())
+            return is_over(swarm) or any(line["step"] >= step - 1 for line in swarm.members["0-0"].ledger())
 
         wait_for(has_come, self.deadline_s, f"step {step}", swarm)
-        swarm.signal(victim, number)
+        if swarm.code(victim) is None:
+            swarm.signal(victim, number)
+
+
+def is_over(swarm: Swarm) -> bool:
+    """Whether everybody has finished the run or was killed, or somebody has failed."""
+    trainers = [name for name in swarm.members if name != "seed"]
+    codes = {name: swarm.code(name) for name in trainers}
+    if any(code not in (None, 0, SIGKILLED) for code in codes.values()):
+        return True
+    return all(code is not None or swarm.members[name].is_finished for name, code in codes.items())
 
 
 def judge(

@@ -30,7 +30,16 @@ def test_status_survives_the_wire(status: Status) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, [], [1, True], [1, True, "", 0], [True, True, ""], [-1, True, ""], [1, 1, ""], [1, True, "a" * 65]],
+    [
+        None,
+        [],
+        [1, True],
+        [1, True, "", 0],
+        [True, True, ""],
+        [-1, True, ""],
+        [1, 1, ""],
+        [1, True, "a" * 65],
+    ],
 )
 def test_what_is_no_status_is_refused(value: object) -> None:
     with pytest.raises(FrameError):

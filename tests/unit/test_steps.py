@@ -11,6 +11,7 @@ import pytest
 import peers.steps
 from peers.frames import Frame, FrameError, Kind
 from peers.planning import StalePlanError
+from peers.recovery import Recovery
 from peers.round_messages import Arrival, Commit
 from peers.steps import Steps
 from peers.transfer import TransferError
@@ -153,8 +154,6 @@ def test_a_commit_after_the_last_step_needs_no_plan_and_others_of_stage_0_do() -
 
 
 def test_a_fence_of_another_plan_comes_too_late() -> None:
-    from peers.recovery import Recovery
-
     fenced: list[str] = []
     recovery = Recovery(
         stage=0,
