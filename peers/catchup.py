@@ -247,8 +247,9 @@ class CatchUp:
         """From (version, lineage), which the compute holds, to version `until`; returns what is held then.
 
         newest: the version that others are at, if that is more. donors: peer ids (or a mapping by them, or a
-        function that says who there is now). The next update comes while one is applied. Raises LineageError if the stage went on from other weights, UpdateMissing if
-        nobody has the next update, TransferError if the disk cannot take it; `held` says how far it came.
+        function that says who there is now). The next update comes while one is applied. Raises LineageError if
+        the stage went on from other weights, UpdateMissing if nobody has the next update, TransferError if the
+        disk cannot take it; `held` says how far it came.
         """
         self.held = (version, lineage)
         newest = max(newest, until)

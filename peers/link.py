@@ -283,9 +283,12 @@ class Link:
 
     async def _heartbeat(self) -> None:
         while True:
-            self.post(Kind.HEARTBEAT, {"sent": time.monotonic()})
+            began = time.monotonic()
+            self.post(Kind.HEARTBEAT, {"sent": began})
             await asyncio.sleep(LIMITS.heartbeat_s)
             now = time.monotonic()
+            # While this process did not run (a loaded machine, a lid closed) it could hear nobody.
+            self.last_heard += max(0.0, now - began - LIMITS.heartbeat_s)
             if (silence := now - self.last_heard) > LIMITS.heartbeat_missing_s:
                 self.close(f"silent for {silence:.0f} s")
             since = [valve.waiting_since for valve in self._bulk_out if valve.waiting_since is not None]

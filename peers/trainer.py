@@ -88,6 +88,7 @@ class Trainer:
         self._on_snapshot, self._note = on_snapshot, note
         self._gate = Gate(lambda: self.starter.core.started, view.knows)
         self._trace = LedgerTrace(trace_ledger, stage, self.me)
+        self._averaged: tuple[tuple[CompactKey, ...], tuple[float, int]] = (), (0.0, 0)
         self._stall = StallWatch(stage, self.stages, links, note)
         self.worker = StageWorker(
             stage=stage,
@@ -276,6 +277,10 @@ class Trainer:
 
     def freeze(self, is_frozen: bool) -> None:
         """See RoundsOwner."""
+        if is_frozen:
+            # What the group averages: should it fail here and be proved committed later, replays that were
+            # taken in between are not part of it.
+            self._averaged = compact(self.worker.core.ledger), self.worker.core.loss
         self.worker.run(self.worker.core.freeze(is_frozen, time.monotonic()))
         if not is_frozen and not self.worker.core.is_settled:
             self.steps.check_ready()  # what was held back has been taken
@@ -293,10 +298,11 @@ class Trainer:
         plan, core = self.worker.core.plan, self.worker.core
         digest = plan.digest() if plan is not None else ""
         all_keys = compact(plan.keys()) if plan is not None else ()
-        self._trace.write(commit, digest, compact(core.ledger), all_keys, core.loss)
+        ledger, loss = self._averaged
+        self._trace.write(commit, digest, ledger, all_keys, loss)
         samples = sum(len(slot.samples) for slot in plan.slots) if plan is not None else 0
         tokens = samples * self.manifest.data.sequence_length
-        self.progress.finished_step(time.monotonic(), tokens, core.loss, norm, len(commit.lost))
+        self.progress.finished_step(time.monotonic(), tokens, loss, norm, len(commit.lost))
         self._stall.moved()
         self.worker.run(core.on_commit(commit.step, time.monotonic()))
         if self.manifest.keeps_snapshot(commit.step) or core.version == self.manifest.total_steps:
@@ -323,7 +329,8 @@ class Trainer:
     def on_diverged(self, peer: str, step: int) -> None:
         """See RoundsOwner."""
         why = f"stage {self.stage} went on from other weights at step {step}"
-        self._rejoin(why, is_ours=False, at_least=step)
+        # Further on is not elsewhere: updates may lead there from here.
+        self._rejoin(why, is_ours=step > self.version, at_least=step)
 
     def on_drifted(self, distance: float) -> None:
         """See RoundsOwner."""
