@@ -53,10 +53,10 @@ class Withholding(Exchange):
             options["deadline_s"] = self.deadline_s
         super().__init__(group, *arguments, **options)
 
-    async def _send_parts(self) -> None:
+    async def _send_parts(self, member: int) -> None:
         if self._is_doomed and self.group.step % len(self.group.members) == self._me:
             await asyncio.Event().wait()
-        await super()._send_parts()
+        await super()._send_parts(member)
 
 
 @dataclass
@@ -139,8 +139,10 @@ async def measure(folder: Path, rounds: int, deadline_s: float, warm_up: int) ->
         committed_before, failed_before = rounds_of(watched[0])
         while report.rounds < rounds:
             await asyncio.sleep(0.05)
-            if any(peer.task.done() for peer in world.peers.values()):
-                raise RuntimeError(f"a peer has ended: {[peer.notes.notes[-2:] for peer in watched]}")
+            for peer in world.peers.values():
+                if peer.task.done():
+                    cause = None if peer.task.cancelled() else peer.task.exception()
+                    raise RuntimeError(f"a peer has ended: {peer.notes.notes[-2:]}") from cause
             committed, failures = rounds_of(watched[0])
             report.steps = committed - committed_before
             report.reasons = dict(failures - failed_before)

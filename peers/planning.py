@@ -18,7 +18,7 @@ MAX_ATTEMPT = 2**16
 
 
 class StalePlanError(FrameError):
-    """A plan of a step that lies behind."""
+    """A plan of a step that lies behind, or far ahead of a peer that others have left behind."""
 
 
 def make_plan(
@@ -65,16 +65,16 @@ class PlanBook:
     def parse(self, data: bytes, version: int) -> Plan:
         """Check a plan that arrived. Raises FrameError unless it is one this run can have around `version`.
 
-        StalePlanError, one of them, for a step too far behind it.
+        StalePlanError, one of them, for another step of the run.
         """
         try:
             plan = Plan.from_bytes(data)
         except ValueError as error:
             raise FrameError("plan", str(error)[:160]) from error
-        if plan.step < version - 1:
+        if plan.step >= self._manifest.total_steps:
+            raise FrameError("plan", f"a plan of step {plan.step} of {self._manifest.total_steps}")
+        if not version - 1 <= plan.step <= version + 1:
             raise StalePlanError("plan", f"a plan of step {plan.step} while step {version} is worked on")
-        if plan.step > version + 1 or plan.step >= self._manifest.total_steps:
-            raise FrameError("plan", f"a plan of step {plan.step} while step {version} is worked on")
         samples = [sample for slot in plan.slots for sample in slot.samples]
         if samples != step_samples(self._manifest, plan.step):
             raise FrameError("plan", f"the plan of step {plan.step} names other samples than the run's order")

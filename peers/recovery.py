@@ -18,7 +18,7 @@ from peers.planning import PlanBook
 from peers.questions import Questions
 from peers.round_messages import MAX_STEP, CompactKey
 from peers.stage import StageWorker
-from peers.work_messages import Fence, Missing, parse_missing
+from peers.work_messages import Fence, Missing, Ready, parse_missing
 from swarm.plan import Plan
 
 logger = logging.getLogger("swarm_peer.trainer")
@@ -115,7 +115,7 @@ class Recovery:
         """As leader: work on the step again, whoever fenced this peer before."""
         self._worker.core.unfence()
         self.fenced.discard(self._me)
-        self._links.gossip(Kind.READY, {"step": self._worker.core.version})
+        self._links.gossip(Kind.READY, Ready(self._worker.core.version).header())
 
     def ask(self, keys: tuple[CompactKey, ...]) -> None:
         """As leader: keepers of the previous stage send these keys again; those nobody can send are lost."""

@@ -142,10 +142,12 @@ class RoundLeader(RoundAttempt):
             is_due = now - self._missing_asked >= MISSING_AGAIN_S
         if not is_due:
             return []
-        actions: list[Action] = []
+        # Lost here, and perhaps not for the stage before, which then takes its keys for done.
+        away = [p for p in self.roster if p not in self._fenced and not self._is_present(p)]
+        actions = [action for peer in away for action in self._fence(peer, "disconnected", now)]
         if self._missing_asked is not None:
             # A leader that is gone may have set this peer aside (and only told the stage before), and all others.
-            actions = [Unfence()]
+            actions.append(Unfence())
         self._missing_asked = now
         return [*actions, AskMissing(keys)]
 

@@ -251,8 +251,9 @@ class RoundCore(RoundMeeting):
             return self._fail_group(reason, now)
         if reason == "late":
             self.pace.note_late_exchange()
-            if current.leader in suspects:
+            if current.leader in suspects and len(current.members) > 2:
                 # A leader with a slow line hears too late that it is too slow: whoever waited for it passes it over.
+                # Of two nobody can tell whose line it is: they try again, and wait longer.
                 self._stepped_down[current.leader] = now
                 self._excluded.add(current.leader)
         return self._withdraw(current, now, reason, suspects)

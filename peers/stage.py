@@ -26,6 +26,7 @@ from peers.payloads import BatchFormat, samples_of, unpack_forward, unpack_layou
 from peers.questions import Questions
 from peers.routing import Router
 from peers.work import WorkCore
+from peers.work_messages import parse_ready
 from swarm.activation.base import CodecKey, PayloadError
 from swarm.data.dataset import PackedDataset
 from swarm.plan import MicrobatchKey, Plan
@@ -67,6 +68,8 @@ class StageWorker:
         self._tasks = tasks
         self._on_ledger, self._on_slot_done, self._on_give_up = on_ledger, on_slot_done, on_give_up
         self._ready: dict[str, Link] = {}
+        self._ready_from: dict[str, int] = {}
+        self._left_out: dict[str, tuple[int, int]] = {}
         self.codec_bytes = {"forward": 0, "gradient": 0, "ids": 0, "tokens": 0, "dense_positions": 0}
         injector.testify(self._testimony)
 
@@ -121,17 +124,36 @@ class StageWorker:
             reason = need(frame.header, "reason", str)[:40]
             self.run(self.core.on_refused(link.peer, key, reason, now))
 
-    def on_ready(self, link: Link) -> None:
-        """READY of a peer of the next stage: it works, and what it owes is repeated on this link.
+    def on_ready_frame(self, link: Link, frame: Frame) -> None:
+        """READY of any neighbour. Raises FrameError."""
+        ready = parse_ready(frame.header)
+        if link.hello.stage == self.stage + 1:
+            self.on_ready(link, ready.step)
+            for peer in ready.without:
+                self._on_left_out(peer, ready.step)
+
+    def on_ready(self, link: Link, step: int = 0) -> None:
+        """READY of a peer of the next stage: it works from this step on, and what it owes is repeated on this link.
 
         Nothing is sent to it on a link before its READY: READY repeats all, and of two copies of a microbatch one
         could be refused for lack of room, and go elsewhere, while the other is accepted.
         """
+        incarnation, least = self._left_out.get(link.peer, (0, 0))
+        if step < least and link.hello.incarnation == incarnation:
+            return  # it has not heard yet that its stage went on without it
+        self._left_out.pop(link.peer, None)
+        self._ready_from[link.peer] = step
         if self._ready.get(link.peer) is link and link.peer in self.core.router.peers:
             self.core.router.lift_fences_of(link.peer)
             return
         self._ready[link.peer] = link
         self.run(self.core.on_peer_up(link.peer, time.monotonic()))
+
+    def _on_left_out(self, peer: str, step: int) -> None:
+        """The next stage works without this peer from this step on, whether the peer has heard of it or not."""
+        if peer in self._ready and self._ready_from.get(peer, 0) < step:
+            self._left_out[peer] = (self._ready[peer].hello.incarnation, step)
+            self.on_lost(peer)
 
     def on_link_up(self, link: Link) -> None:
         """The link to a peer of the next stage that was at work stands again: it says READY soon, or never."""
@@ -141,6 +163,9 @@ class StageWorker:
     def on_lost(self, peer: str) -> None:
         """A peer of the next stage is lost: all that went to it goes elsewhere."""
         self._ready.pop(peer, None)
+        self._ready_from.pop(peer, None)
+        if len(self._left_out) > LIMITS.links:
+            self._left_out.clear()
         self.run(self.core.on_peer_lost(peer, time.monotonic()))
 
     async def _expect_ready(self, link: Link) -> None:

@@ -27,6 +27,7 @@ from peers.stash import Stash
 from peers.step_ends import StepEnds
 from peers.transfer import TransferError
 from peers.watch import names
+from peers.work_messages import MAX_WITHOUT, Ready
 from swarm.manifest import RunManifest
 from swarm.plan import Plan
 
@@ -55,6 +56,7 @@ class Steps:
         self.ends = StepEnds(self.plans, links)
         self.stash = Stash()
         self.is_in = False
+        self._roster: tuple[str, ...] = ()
         self._alone_at: int | None = None
         self._nudged_at = 0.0
         self._links, self._files, self._tasks, self._is_voting = links, files, tasks, is_voting
@@ -71,7 +73,7 @@ class Steps:
     def enter(self, step: int, roster: tuple[str, ...], commit: Commit | None) -> None:
         """This peer takes part from here on. commit: the one that lists it as a follower."""
         self.is_in, self._alone_at = True, step if roster == (self.me,) else None
-        self._nudged_at = time.monotonic()
+        self._roster, self._nudged_at = roster, time.monotonic()
         if self.stage == 0 and commit is not None:
             self.take_plan(self.plans.parse(commit.plan, step), list(commit.sources))
         elif self.stage == 0 and self._alone_at is not None:
@@ -116,12 +118,21 @@ class Steps:
         self._nudged_at = time.monotonic()
         if before is not None:
             self.ends.forget(before.step - 1)
+        self._say_who_is_out(commit.roster)
         if self.version >= self.manifest.total_steps:
             return
         if self.stage == 0:
             self.take_plan(self.plans.parse(commit.plan, self.version), list(commit.sources))
         elif (known := self.plans.of_step(self.version)) is not None:
             self._adopt(known)
+
+    def _say_who_is_out(self, roster: tuple[str, ...]) -> None:
+        """The stage before must not wait for a replica that this one goes on without, and that may not know it."""
+        out, self._roster = set(self._roster) - set(roster), roster
+        if out and self.stage > 0:
+            ready = Ready(self.version, tuple(sorted(out))[:MAX_WITHOUT])
+            for link in self._links.open_links(self.stage - 1):
+                link.post(Kind.READY, ready.header())
 
     def ask_missing(self, keys: tuple[CompactKey, ...]) -> None:
         """The ledgers of this stage's members leave keys out: whoever kept them sends them again."""
@@ -165,7 +176,7 @@ class Steps:
         try:
             plan = self.plans.parse(need(frame.header, "plan", bytes), self.version)
         except StalePlanError:
-            return  # of a neighbour that is behind: no offence
+            return  # of a neighbour that is behind, or well ahead: no offence
         if self.stage == 0:
             known = self.worker.core.plan  # perhaps one it made itself before it heard of this one
             if plan.step == self.version and (known is None or plan.attempt > known.attempt):

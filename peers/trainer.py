@@ -37,7 +37,7 @@ from peers.starting import Held, Starter
 from peers.steps import Steps
 from peers.update_log import UpdateLog
 from peers.watch import LedgerTrace, StallWatch
-from peers.work_messages import parse_fence, parse_missing
+from peers.work_messages import Ready, parse_fence, parse_missing
 from swarm.manifest import RunManifest
 from swarm.plan import MAX_SLOTS, MicrobatchKey, Plan
 
@@ -220,8 +220,7 @@ class Trainer:
                 if self.membership.standing is Standing.WAITING:
                     self.starter.on_frame(link, frame)
             case Kind.READY:
-                if link.hello.stage == self.stage + 1:
-                    self.worker.on_ready(link)
+                self.worker.on_ready_frame(link, frame)
             case Kind.FENCE:
                 if self.recovery.on_fence(link, parse_fence(frame.header), is_in=self.steps.is_in):
                     self.steps.reassign()
@@ -239,7 +238,7 @@ class Trainer:
         if self.stage == 0 and link.hello.stage == 0:
             self.steps.assignments.repeat(link)
         if self.is_voting:
-            link.post(Kind.READY, {"step": self.version})
+            link.post(Kind.READY, Ready(self.version).header())
         if link.hello.stage == self.stage and self.steps.is_in:
             self.averaging.on_peer_up(link.peer)
 
@@ -390,7 +389,7 @@ class Trainer:
 
     def vote(self) -> None:
         """See MembershipOwner."""
-        self._links.gossip(Kind.READY, {"step": self.version})
+        self._links.gossip(Kind.READY, Ready(self.version).header())
 
     # -- start and membership ------------------------------------------------------------------------------
 

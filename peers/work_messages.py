@@ -1,4 +1,4 @@
-"""FENCE and MISSING: what the leader of a round tells its replicas and the previous stage, as checked values.
+"""READY, FENCE and MISSING: what a stage tells the previous one about its work, as checked values.
 
 Everything here arrives from remote peers: `parse_*` raise FrameError and nothing else.
 """
@@ -9,12 +9,36 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from peers.frames import FrameError, need
-from peers.round_messages import HASH_LENGTH, CompactKey
+from peers.frames import FrameError, need, need_count
+from peers.round_messages import HASH_LENGTH, MAX_STEP, CompactKey
 from swarm.plan import MAX_SAMPLES_PER_STEP, MAX_SLOTS, MicrobatchKey, Plan
 
 MAX_PEER_ID = 128
 MAX_REASON = 40
+MAX_WITHOUT = 32
+"""Peers one READY names: its header is a short one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The sender works in its stage from this step on. without: replicas of it that the stage goes on without."""
+
+    step: int
+    without: tuple[str, ...] = ()
+
+    def header(self) -> dict[str, Any]:
+        """Wire form."""
+        return {"step": self.step} | ({"without": list(self.without)} if self.without else {})
+
+
+def parse_ready(header: dict[str, Any]) -> Ready:
+    """A READY frame's header."""
+    without = header.get("without", [])
+    if not isinstance(without, list) or len(without) > MAX_WITHOUT:
+        raise FrameError("header", "a READY names a few peers its stage goes on without")
+    if not all(isinstance(peer, str) and 0 < len(peer) <= MAX_PEER_ID for peer in without):
+        raise FrameError("header", "a READY names something that is no peer")
+    return Ready(need_count(header, "step", MAX_STEP), tuple(without))
 
 
 @dataclass(frozen=True, slots=True)

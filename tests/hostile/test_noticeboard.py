@@ -29,7 +29,7 @@ from dht.records import PeerRecord, encode_record, peers_key
 from tests.hostile.garbage import IS_LONG, Mutation, examples, junk, mutated, mutation_lists
 from tests.hostile.world import rss
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 RUN = "a" * 40
 MIB = 2**20
 

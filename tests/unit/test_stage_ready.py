@@ -12,8 +12,9 @@ import torch
 import peers.stage
 from peers.compute import Boundaries, Work
 from peers.engine import Engine
-from peers.frames import Kind
+from peers.frames import Frame, Kind
 from peers.limits import LIMITS
+from peers.link import Hello
 from peers.payloads import BatchFormat
 from peers.questions import Questions
 from peers.stage import StageWorker
@@ -37,8 +38,9 @@ PLAN = Plan(
 class NextLink:
     """A link to "next" that remembers what was sent on it."""
 
-    def __init__(self) -> None:
-        self.peer, self.sent = "next", []  # type: ignore[var-annotated]
+    def __init__(self, peer: str = "next", incarnation: int = 1) -> None:
+        self.peer, self.sent = peer, []  # type: ignore[var-annotated]
+        self.hello = Hello(run="run", stage=1, incarnation=incarnation)
 
     async def send(self, kind: Kind, header: dict[str, Any], payload: list[memoryview]) -> None:
         self.sent.append(kind)
@@ -134,5 +136,32 @@ def test_peer_that_says_no_ready_on_its_new_link_has_stopped_working(monkeypatch
             assert world.worker.core.router.peers == []
             await world.ready(again)
             assert world.worker.core.router.peers == ["next"]
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_its_stage_goes_on_without_gets_nothing_until_it_works_again() -> None:
+    """It may not know: its links to the other replicas are down, or its line is slow."""
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            world = World(tasks)
+            router = world.worker.core.router
+            link, other = world.connect(), NextLink("other")
+
+            def says(link: NextLink, step: int, *without: str) -> list[str]:
+                header = {"step": step, "without": list(without)}
+                world.worker.on_ready_frame(link, Frame(Kind.READY, header, ()))  # type: ignore[arg-type]
+                return sorted(router.peers)
+
+            assert says(link, 3) == ["next"]
+            assert says(other, 6, "next", "a stranger") == ["other"]
+            assert says(link, 3) == ["other"], "its link came back, and it still does not know"
+            assert says(link, 9) == ["next", "other"]
+            assert says(other, 6, "next") == ["next", "other"], "word of what is over"
+            assert says(other, 10, "next") == ["other"]
+            assert says(NextLink(incarnation=2), 0) == ["next", "other"], "it has started anew"
+            world.worker.on_lost("next")
+            world.worker.on_lost("other")
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""FENCE and MISSING survive the wire, and nothing else gets through."""
+"""READY, FENCE and MISSING survive the wire, and nothing else gets through."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from peers.frames import FrameError
-from peers.work_messages import Fence, Missing, parse_fence, parse_missing
+from peers.work_messages import Fence, Missing, Ready, parse_fence, parse_missing, parse_ready
 from swarm.plan import Plan, Slot
 
 PLAN = Plan(
@@ -29,6 +29,8 @@ def over_the_wire(header: dict[str, Any]) -> dict[str, Any]:
 def test_messages_come_back_as_they_were_sent() -> None:
     fence = Fence(PLAN.digest(), "peer", "key")
     assert parse_fence(over_the_wire(fence.header())) == fence
+    for ready in (Ready(7), Ready(7, ("peer", "other"))):
+        assert parse_ready(over_the_wire(ready.header())) == ready
     missing = Missing(PLAN.digest(), ((0, 1), (1, 0)))
     assert parse_missing(over_the_wire(missing.header())) == missing
     assert [(key.slot, key.microbatch) for key in missing.of(PLAN)] == [(0, 1), (1, 0)]
@@ -42,6 +44,24 @@ def test_messages_come_back_as_they_were_sent() -> None:
 def test_malformed_fence_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(FrameError):
         parse_fence({**Fence(PLAN.digest(), "peer", "key").header(), **change})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"step": -1},
+        {"step": "1"},
+        {"step": 1, "without": "peer"},
+        {"step": 1, "without": [1]},
+        {"step": 1, "without": [""]},
+        {"step": 1, "without": ["x" * 200]},
+        {"step": 1, "without": ["peer"] * 33},
+    ],
+)
+def test_malformed_ready_is_refused(header: dict[str, Any]) -> None:
+    with pytest.raises(FrameError):
+        parse_ready(header)
 
 
 @pytest.mark.parametrize(
