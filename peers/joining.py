@@ -9,12 +9,14 @@ from enum import StrEnum
 from typing import Any
 
 from peers.frames import FrameError
+from peers.limits import LIMITS
 from peers.round_messages import MAX_STEP
 from swarm.plan import seeded_order
 
 LINEAGE_CHARACTERS = 64
 CLOCK_S = 60.0
 CLOCK_STEPS = 2
+CLOCK_SAMPLES = 256
 """A stage's speed is taken over this time, once so many steps have gone by."""
 REFILL_STEP = -2
 """The step that seeds the order of those who could refill an empty stage."""
@@ -82,28 +84,61 @@ def falls_behind(behind: int, seconds_per_update: float, seconds_per_step: float
     return seconds_per_update >= seconds_per_step and not may_follow(behind, seconds_per_update, gate_s)
 
 
+class Outlook:
+    """Whether a peer that catches up comes closer to its stage, look by look."""
+
+    def __init__(self) -> None:
+        self._behind: deque[int] = deque(maxlen=LIMITS.catch_up_rounds + 1)
+        self._hopeless, self._since = 0, 0.0
+
+    def saw(
+        self, behind: int | None, update_s: float, step_s: float | None, room_s: float, now: float
+    ) -> str:
+        """Another look; returns why the peer will not catch up, or "".
+
+        behind: steps, None if nobody has the next update any more. update_s: seconds per update, 0 if unknown.
+        step_s: seconds per step. room_s: what `may_follow` allows. One look, or one update, is not believed: it may
+        have been slow for reasons of its own, as after an outage.
+        """
+        if behind is None:
+            is_hopeless = step_s is not None and 2 * update_s >= step_s
+            why = "the updates it needs next are gone before it has those before them"
+        else:
+            self._behind.append(behind)
+            is_hopeless = len(self._behind) == self._behind.maxlen and behind >= self._behind[0]
+            is_hopeless |= step_s is not None and falls_behind(behind, update_s, step_s, room_s)
+            why = f"it is {behind} steps behind and comes no closer"
+        if self._hopeless == 0:
+            self._since = now
+        self._hopeless = self._hopeless + 1 if is_hopeless else 0
+        is_sure = self._hopeless >= LIMITS.follow_tries and now - self._since >= 2 * LIMITS.gate_s
+        return why if is_sure else ""
+
+
 def updates_before_a_look(seconds_per_update: float, gate_s: float) -> int:
     """How many updates are fetched before a peer looks again where its stage is: those of `gate_s`, one at least."""
-    return max(1, int(gate_s / seconds_per_update)) if seconds_per_update > 0 else 1
+    return max(1, int(gate_s / max(seconds_per_update, 1e-3))) if seconds_per_update > 0 else 1
 
 
 class StepClock:
     """How fast a stage goes, by the versions that its voting peers name when they are asked."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
+        self._seen: deque[tuple[float, int]] = deque(maxlen=CLOCK_SAMPLES)
 
     def saw(self, version: int, now: float) -> None:
         """The stage is at this version. now: seconds of a monotonic clock."""
+        if self._seen and version == self._seen[-1][1]:
+            return
         if self._seen and version < self._seen[-1][1]:
             self._seen.clear()
         self._seen.append((now, version))
-        while now - self._seen[0][0] > CLOCK_S:
+        while now - self._seen[0][0] > CLOCK_S and version - self._seen[1][1] >= CLOCK_STEPS:
             self._seen.popleft()
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Over the last minute; None until two steps went by."""
+        """Over the last minute, or the last two steps if they took longer; None until two went by."""
         if not self._seen:
             return None
         (first_at, first), (last_at, last) = self._seen[0], self._seen[-1]

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -20,11 +19,11 @@ from peers.catchup import CatchUp, LineageError, RestoreError, UpdateMissing
 from peers.config import UserError
 from peers.frames import FrameError, Kind
 from peers.joining import (
+    Outlook,
     Standing,
     Status,
     StepClock,
     current_status,
-    falls_behind,
     may_follow,
     parse_status,
     refiller,
@@ -125,8 +124,7 @@ class Membership:
         self._entered: asyncio.Future[bool] | None = None
         self._use_own = True
         self._at_least = 0
-        self._behind: deque[int] = deque(maxlen=LIMITS.catch_up_rounds + 1)
-        self._hopeless = 0
+        self._outlook = Outlook()
 
     # -- events --------------------------------------------------------------------------------------------
 
@@ -204,8 +202,7 @@ class Membership:
         over or the peer cannot keep up.
         """
         self._held, self._use_own, self._failures = held, use_own, 0
-        self._hopeless = 0
-        self._behind.clear()
+        self._outlook = Outlook()
         while True:
             status = await self._stage_status()
             if status is None:
@@ -252,27 +249,23 @@ class Membership:
         if self._held[0] < self._at_least:
             await asyncio.sleep(LIMITS.refill_look_s)
             return False
-        if may_follow(behind, self._catchup.pace.seconds_per_update, LIMITS.gate_s):
+        if may_follow(behind, self._catchup.pace.seconds_per_update, self._room_s):
             return True
-        self._judge(behind)
+        if behind == 0:
+            await asyncio.sleep(LIMITS.refill_look_s)  # its next update tells more than the last one did
+        else:
+            self._judge(behind)
         return False
 
-    def _judge(self, behind: int | None) -> None:
-        """Raise UserError if the stage will not be caught up with.
+    @property
+    def _room_s(self) -> float:
+        """Seconds that a follower has: about half a step after it is listed, and then the gate."""
+        return LIMITS.gate_s + (self._clock.seconds_per_step or 0.0) / 2
 
-        behind: steps; None if nobody has the next update any more.
-        """
+    def _judge(self, behind: int | None) -> None:
+        """Raise UserError if the stage will not be caught up with. See `Outlook.saw`."""
         update_s, step_s = self._catchup.pace.seconds_per_update, self._clock.seconds_per_step
-        if behind is None:
-            is_hopeless = step_s is not None and 2 * update_s >= step_s
-            why = "the updates it needs next are gone before it has those before them"
-        else:
-            self._behind.append(behind)
-            is_hopeless = len(self._behind) == self._behind.maxlen and behind >= self._behind[0]
-            why = f"it is {behind} steps behind and comes no closer"
-            is_hopeless |= step_s is not None and falls_behind(behind, update_s, step_s, LIMITS.gate_s)
-        self._hopeless = self._hopeless + 1 if is_hopeless else 0
-        if self._hopeless >= LIMITS.follow_tries:
+        if why := self._outlook.saw(behind, update_s, step_s, self._room_s, time.monotonic()):
             raise UserError(self._too_slow(why))
 
     async def _follow(self) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 SAY_EVERY_S = 5.0
-_WEIGHT = 0.3
+_WEIGHT = 0.5
 """Weight of the newest measurement in a running mean."""
 
 
