@@ -34,7 +34,7 @@ pytestmark = pytest.mark.e2e
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(coroutine, 60))
+        runner.run(asyncio.wait_for(coroutine, 200))
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def nothing_left_behind(
         assert list(Path(directory).iterdir()) == []
 
 
-async def until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], deadline_s: float = 45.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -82,7 +82,9 @@ def test_volunteers_train_by_hand(terminals: Terminals, tmp_path: Path) -> None:
     )
     terminals.open("seed", f"seed {tmp_path}/run --listen /ip4/127.0.0.1/tcp/0")
     join_line = r"swarm-peer (join --stage (\d) --initial-peers (\S+))"
-    wait_for(lambda: len(re.findall(join_line, terminals.output("seed"))) == 2, 60.0, "the seed's join lines")
+    wait_for(
+        lambda: len(re.findall(join_line, terminals.output("seed"))) == 2, 120.0, "the seed's join lines"
+    )
     lines = re.findall(join_line, terminals.output("seed"))
     address = lines[0][2]
     for line, stage, _ in lines:
