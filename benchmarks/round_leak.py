@@ -128,7 +128,7 @@ async def measure(folder: Path, rounds: int, deadline_s: float, warm_up: int) ->
     Withholding.deadline_s = deadline_s
     peers.averaging.Exchange = Withholding  # type: ignore[misc]
     report, began = Report(), time.monotonic()
-    world = World(folder, replicas=len(REPLICAS), steps=100_000, snapshot_every=100_000, samples_per_step=2)
+    world = World(folder, replicas=len(REPLICAS), steps=100_000, snapshot_every=20, samples_per_step=2)
     await world.start(REPLICAS, microseconds_per_token=1.0, is_recording=False)
     watched = [world.peers[name] for name in REPLICAS]
     baseline: dict[str, int] = {}

@@ -129,6 +129,9 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
 
     def forget_expired(self, now: float) -> None:
         """Drop what has expired, so that memory follows the number of living peers."""
+        # The order is that of last use, and what has expired is used no more.
+        while self._decoded and next(iter(self._decoded.values())).expires_at < now - CLOCK_TOLERANCE_S:
+            self._decoded.popitem(last=False)
         for place, newest in list(self._newest.items()):
             if newest.order[1] < now - CLOCK_TOLERANCE_S:
                 del self._newest[place]

@@ -48,7 +48,7 @@ def test_nobody_at_home_is_said_within_the_deadline(swarm: Swarm, tmp_path: Path
             await fetch_manifest(swarm.me, stranger, None, 7)
         with pytest.raises(TransferError, match="is no peer id"):
             await fetch_manifest(swarm.me, "0OIl", None, 5)
-        assert time.monotonic() - started < 7.5
+        assert time.monotonic() - started < 15  # seven seconds, and what a busy machine adds
 
     swarm.run(scenario())
 

@@ -231,8 +231,8 @@ def test_a_request_for_a_hundred_thousand_keys_does_not_stop_the_loop(tmp_path: 
             await asyncio.sleep(0.3)
             lag = time.monotonic()
             await asyncio.sleep(0)
-            assert await setting.ping() < 2.0
-            assert time.monotonic() - lag < 2.0
+            assert await setting.ping() < 5.0
+            assert time.monotonic() - lag < 5.0
             with pytest.raises(Exception):  # noqa: B017 - hivemind raises many kinds
                 await asked
             assert rss() - before < 64 * MIB

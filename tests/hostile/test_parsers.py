@@ -154,14 +154,14 @@ def test_spoiled_bytes_end_in_a_refusal_or_the_end_of_the_stream(kind: Kind, spo
 
 @pytest.mark.parametrize("bomb", range(len(BOMBS)))
 def test_a_msgpack_bomb_costs_neither_time_nor_memory(bomb: int) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         kind, header = decode_header(BOMBS[bomb])
         if kind is Kind.ARRIVE:
             parse_arrival(header)
     except FrameError:
         pass
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 2.0
 
 
 @examples(150, 6_000)
@@ -184,12 +184,12 @@ def test_a_garbled_plan_is_no_plan(changes: list[Mutation], noise: bytes) -> Non
 def test_a_huge_plan_is_refused_at_once(field: int, huge: int) -> None:
     fields = msgpack.unpackb(PLAN.to_bytes())
     fields[field] = HUGE[huge]()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         Plan.from_bytes(msgpack.packb(fields))
     except ValueError as error:
         assert len(str(error)) < 2000
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
 
 
 @examples(150, 16_000)

@@ -158,7 +158,7 @@ def test_mutated_frames_on_a_strangers_link_are_counted_and_disturb_nobody(
         await world.training(1)
         assert rss() - before < ROOM
 
-    world.run(scenario(), 600)
+    world.run(scenario(), 1200)
 
 
 @pytest.mark.parametrize("victim", ["0", "2"])
@@ -168,7 +168,7 @@ def test_spoiled_bytes_on_any_stream_end_it_and_nothing_else(world: World, victi
     peer = world.peers[victim]
     drawn: list[tuple[Kind, int, int, Spoiler]] = []
 
-    @examples(40, 1_500)
+    @examples(40, 1_000)
     @given(st.sampled_from(KINDS), st.integers(0, KEEP), st.integers(-2, 2), spoilers)
     def draw(kind: Kind, number: int, stream: int, spoiler: Spoiler) -> None:
         drawn.append((kind, number, stream, spoiler))
@@ -188,14 +188,17 @@ def test_spoiled_bytes_on_any_stream_end_it_and_nothing_else(world: World, victi
             if not attacker.streams:
                 await attacker.link()
             attacker.streams[place].writer.write(wire)
-            if not await attacker.ping() or place == 0:
+            if place == 0:  # what follows on this stream may be taken for the rest of a frame
+                await asyncio.sleep(0.01)
+                attacker.close()
+            elif not await attacker.ping():
                 attacker.close()
         attacker.close()
         await world.training(1)
         assert await peer.is_alive()
         assert rss() - before < ROOM
 
-    world.run(scenario(), 600)
+    world.run(scenario(), 1200)
 
 
 def test_an_offender_is_dropped_and_avoided(world: World) -> None:
