@@ -23,6 +23,7 @@ from hivemind.p2p import P2P
 
 from dht.host import start_host, stop_host, visible_addresses
 from peers.frames import Frame, Kind
+from peers.heap import settle
 from peers.link import Hello, Link
 from peers.links import HANDLER, Links
 from peers.traffic import Traffic
@@ -155,6 +156,7 @@ async def main() -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
+    settle()
     print(json.dumps("ready"), flush=True)
     try:
         while line := await reader.readline():

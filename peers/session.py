@@ -21,6 +21,7 @@ from peers.announcer import Announcer
 from peers.config import PeerConfig, UserError
 from peers.engine import Engine
 from peers.fileserver import FileServer
+from peers.heap import settle
 from peers.initial import dial_initial_peers
 from peers.joining import thinnest_stage
 from peers.lifecycle import Lifecycle
@@ -211,6 +212,7 @@ class Session:
     async def _serve(self, announcer: Announcer, manifest: RunManifest) -> None:
         """A seed: keep the noticeboard and the run's files until told to leave."""
         self._lifecycle.go("syncing")
+        settle()
         self._lifecycle.go("online")
         await announcer.point_to_manifest()
         self._reporter.ready(self._addresses, manifest.model.stages)

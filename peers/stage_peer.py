@@ -22,6 +22,7 @@ from peers.config import PeerConfig
 from peers.engine import Engine
 from peers.fileserver import FileServer
 from peers.frames import Frame
+from peers.heap import settle
 from peers.joining import Standing
 from peers.lifecycle import Lifecycle
 from peers.limits import LIMITS
@@ -159,6 +160,7 @@ class StagePeer:
         self._announcer.trainer, self._announcer.snapshots = self._trainer, self._snapshots
         self._status.trainer, self._status.links = self._trainer, links
         self._metrics.links = _OpenLinks(links)
+        settle()
         try:
             await links.start()
             self._lifecycle.go("online")

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers.heap import settle
+
 Entry = Callable[[dict[str, Any], int], int]
 """What a child runs: entry(request, descriptor of its status pipe) -> exit code, in its main thread."""
 
@@ -198,6 +200,7 @@ class _Server:
         """Serve until the parent closes its end or dies; then end the children."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        settle()
         try:
             while True:
                 if select.select([self._socket], [], [], _POLL_S)[0] and not self._serve():
