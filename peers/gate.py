@@ -1,4 +1,4 @@
-"""Whose frames count: neighbours that the start names, or that a live signed record names.
+"""Whose frames count: neighbours that the start, this peer's rounds, or a live signed record names.
 
 A stranger with a libp2p daemon can say HELLO as any stage. Before its record is seen nothing is taken from it
 that has to do with work. What it sends is counted, and held against it only when it is more than a joiner sends
@@ -22,10 +22,19 @@ OPEN_KINDS = frozenset({Kind.START, Kind.PROPOSE, Kind.ACKNOWLEDGE, Kind.QUERY, 
 
 
 class Gate:
-    """Asked for every frame."""
+    """Asked for every frame. has_record, is_of_round: whether they name a peer as one of a stage.
 
-    def __init__(self, started: Callable[[], Start | None], has_record: Callable[[str, int], bool]) -> None:
-        self._started, self._has_record = started, has_record
+    A leader may have seen the record of a joiner that it lets into a round before the other members have: its
+    COMMIT tells them, and what they then dropped would be missing until the round's deadline.
+    """
+
+    def __init__(
+        self,
+        started: Callable[[], Start | None],
+        has_record: Callable[[str, int], bool],
+        is_of_round: Callable[[str, int], bool],
+    ) -> None:
+        self._started, self._has_record, self._is_of_round = started, has_record, is_of_round
         self._ready: set[Link] = set()
         self._known: set[Link] = set()
         self._strange: Counter[Link] = Counter()
@@ -38,7 +47,7 @@ class Gate:
         is_named = (
             started is not None and stage < len(started.rosters) and link.peer in started.rosters[stage]
         )
-        if not is_named and not self._has_record(link.peer, stage):
+        if not (is_named or self._is_of_round(link.peer, stage) or self._has_record(link.peer, stage)):
             return False
         self._known = {other for other in self._known if other.is_open} | {link}
         self._strange.pop(link, None)

@@ -61,5 +61,5 @@ class RoundMeeting(RoundLeader):
         actions: list[Action] = []
         if self.is_leader and self.last_commit is not None and self.last_commit.plan:
             actions = [action for peer in self.present if peer != self.me for action in self._remind(peer)]
-        strangers = sorted(p for p in self._alive if not self._is_known(p) and p not in self._follows)
+        strangers = sorted(p for p in self._alive if not self.is_known(p) and p not in self._follows)
         return actions + [action for peer in strangers for action in self._answer(peer, now)]

@@ -123,7 +123,8 @@ class RoundState:
         is_here = peer == self.me or peer in self._alive
         return is_here and peer not in self._silent and self._votes(peer)
 
-    def _is_known(self, peer: str) -> bool:
+    def is_known(self, peer: str) -> bool:
+        """Whether the last commit names the peer, as a member or as a follower."""
         return peer in self.roster or peer in self.followers
 
     def _has_quorum(self, members: Collection[str]) -> bool:

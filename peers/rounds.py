@@ -109,7 +109,7 @@ class RoundCore(RoundMeeting):
             return self._meet(peer, arrival.step, arrival.lineage, now)
         if self._decided is not None:
             return [Send(peer, Kind.COMMIT, self._decided)]
-        if not self._is_known(peer):
+        if not self.is_known(peer):
             self.failures["stranger"] += 1
             return self._remind(peer)
         if not arrival.plan:
@@ -175,7 +175,7 @@ class RoundCore(RoundMeeting):
         group, held = self.group, self._held
         if held is not None and held.leader == peer:
             self._take_back(failure.group)
-        if peer in failure.suspects and self._is_known(peer):
+        if peer in failure.suspects and self.is_known(peer):
             if failure.step:
                 return self._on_silent(peer, failure.step, now)
             # A leader that is too slow for the others lets the next one lead.
@@ -202,7 +202,7 @@ class RoundCore(RoundMeeting):
             return self._answer(peer, now)
         if commit.step > self.step or commit.lineage != self.lineage:
             return self._halt(Diverged(peer, commit.next_step, commit.next_lineage))
-        if not self._is_known(peer):
+        if not self.is_known(peer):
             self.failures["stranger"] += 1
             return []
         held = self._held
@@ -212,7 +212,7 @@ class RoundCore(RoundMeeting):
         if held is None or not is_held or not held.has_average:
             return self._halt(OutOfStep(commit))
         # Who reported here took this peer for the leader; the real one may have died before it told them.
-        waiting = [other for other in self._arrivals if self._is_known(other) and other != peer]
+        waiting = [other for other in self._arrivals if self.is_known(other) and other != peer]
         return [*(Send(other, Kind.COMMIT, commit) for other in waiting), *self._decide(commit)]
 
     # -- the exchange ------------------------------------------------------------------------------------
@@ -267,12 +267,12 @@ class RoundCore(RoundMeeting):
         self._gone.discard(peer)
         self._answered.pop(peer, None)
         if self.is_out:
-            return [Send(peer, Kind.FAILED, self._farewell())] if self._is_known(peer) else []
+            return [Send(peer, Kind.FAILED, self._farewell())] if self.is_known(peer) else []
         group = self.group
         if self._decided is not None:
             told = (*self._decided.roster, *self._decided.followers, *self.roster)
             return [Send(peer, Kind.COMMIT, self._decided)] if peer in told else []
-        if not self._is_known(peer):
+        if not self.is_known(peer):
             return self._answer(peer, now)
         again: list[Action] = []
         if (fenced := self._fenced.get(peer)) is not None and self.is_leader:
@@ -306,7 +306,7 @@ class RoundCore(RoundMeeting):
 
     def on_resigned(self, peer: str, now: float) -> list[Action]:
         """A replica started anew or says goodbye: it has no vote until a COMMIT gives it one."""
-        if self.is_out or not self._is_known(peer):
+        if self.is_out or not self.is_known(peer):
             return []
         self._silent.pop(peer, None)
         return self._on_silent(peer, 0, now)

@@ -86,7 +86,11 @@ class Trainer:
             is_voting=lambda: self.is_voting,
         )
         self._on_snapshot, self._note = on_snapshot, note
-        self._gate = Gate(lambda: self.starter.core.started, view.knows)
+        self._gate = Gate(
+            lambda: self.starter.core.started,
+            view.knows,
+            lambda peer, its_stage: its_stage == stage and self.averaging.core.is_known(peer),
+        )
         self._trace = LedgerTrace(trace_ledger, stage, self.me)
         self._averaged: tuple[tuple[CompactKey, ...], tuple[float, int]] = (), (0.0, 0)
         self._stall = StallWatch(stage, self.stages, links, note)

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import tempfile
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.p2p import P2P
 
@@ -27,7 +24,7 @@ from peers.traffic import Traffic
 from swarm.activation.config import DenseConfig
 from swarm.data.index import ChunkInfo, DataIndex
 from swarm.manifest import ARTIFACT_CHUNK_BYTES, Artifact, ModelSection, RunManifest
-from tests.kit.processes import own_children
+from tests.kit.processes import loop_that_leaves_nothing
 
 MIB = ARTIFACT_CHUNK_BYTES
 NAME = "stage-0.safetensors"
@@ -89,20 +86,10 @@ class Swarm:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    tmp_path_factory.getbasetemp()  # made before the folder for temporary files is another
-    patch = pytest.MonkeyPatch()
-    with (
-        tempfile.TemporaryDirectory(prefix="sp-") as directory,  # short: it will hold sockets
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        patch.setattr("tempfile.tempdir", directory)
+    with loop_that_leaves_nothing(tmp_path_factory) as runner:
         swarm = Swarm(runner)
         yield swarm
         runner.run(swarm.close())
-        patch.undo()
-        children = own_children()
-        assert [child for child in children if child.status() != psutil.STATUS_ZOMBIE] == []
-        assert list(Path(directory).iterdir()) == []
 
 
 @pytest.fixture

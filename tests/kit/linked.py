@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import tempfile
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import uvloop
 from hivemind.p2p import P2P, PeerID
 
 from dht.dial import connect_peer
@@ -20,7 +16,7 @@ from peers.frames import Frame, FrameError, Kind
 from peers.link import Hello, Link, Stream, read_frame, write_frame
 from peers.links import HANDLER, Links
 from peers.traffic import Traffic
-from tests.kit.processes import own_children
+from tests.kit.processes import loop_that_leaves_nothing
 
 RUN = "a" * 40
 
@@ -134,17 +130,7 @@ class World:
 
 
 def linked_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    tmp_path_factory.getbasetemp()  # made before the folder for temporary files is another
-    patch = pytest.MonkeyPatch()
-    with (
-        tempfile.TemporaryDirectory(prefix="sp-") as directory,  # short: it will hold sockets
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        patch.setattr("tempfile.tempdir", directory)
+    with loop_that_leaves_nothing(tmp_path_factory) as runner:
         world = World(runner)
         yield world
         runner.run(world.close())
-        patch.undo()
-        children = own_children()
-        assert [child for child in children if child.status() != psutil.STATUS_ZOMBIE] == []
-        assert list(Path(directory).iterdir()) == []
