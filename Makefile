@@ -30,9 +30,10 @@ demo: $(VENV)/.demo
 	rm -rf demo-run summary.json
 	$(VENV)/bin/swarm-peer local demo-run $(DEMO_FLAGS) --summary summary.json
 
-# One torch thread per test process: pytest-xdist uses the other cores.
+# One torch thread per test process: pytest-xdist uses the other cores. In the order of the files: those of real
+# swarms come first, and the many short ones fill the gaps at the end.
 test: $(VENV)/.development
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 lint: $(VENV)/.development
 	$(VENV)/bin/ruff check .
