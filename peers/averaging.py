@@ -68,6 +68,9 @@ class RoundsOwner(Protocol):
     def freeze(self, is_frozen: bool) -> None:
         """Hold the step's ledger still, or release it."""
 
+    def on_attempt(self) -> None:
+        """What this peer holds now goes into a new average. The ledger is frozen."""
+
     def seal(self, step: int) -> None:
         """The step is decided: nothing may reach its accumulator any more."""
 
@@ -253,6 +256,7 @@ class Averaging:
             link.post(kind, body.header())
 
     def _begin(self, group: Group, deadline_s: float) -> None:
+        self._owner.on_attempt()
         self._average, self._drift = None, 0.0
         self._began = time.monotonic()
         exchange: Exchange | None = None

@@ -280,13 +280,13 @@ class Trainer:
 
     def freeze(self, is_frozen: bool) -> None:
         """See RoundsOwner."""
-        if is_frozen:
-            # What the group averages: should it fail here and be proved committed later, replays that were
-            # taken in between are not part of it.
-            self._averaged = compact(self.worker.core.ledger), self.worker.core.loss
         self.worker.run(self.worker.core.freeze(is_frozen, time.monotonic()))
         if not is_frozen and not self.worker.core.is_settled:
             self.steps.check_ready()  # what was held back has been taken
+
+    def on_attempt(self) -> None:
+        """See RoundsOwner. Replays taken before a ballot on this average are not part of it."""
+        self._averaged = compact(self.worker.core.ledger), self.worker.core.loss
 
     def seal(self, step: int) -> None:
         """See RoundsOwner."""

@@ -39,6 +39,14 @@ class Owner:
         """See RoundsOwner."""
         self.done.append(("freeze", is_frozen))
 
+    def on_attempt(self) -> None:
+        """See RoundsOwner."""
+        self.done.append(("attempt", True))
+
+    def seal(self, step: int) -> None:
+        """See RoundsOwner."""
+        self.done.append(("seal", step))
+
     def check_commit(self, commit: Commit) -> None:
         """See RoundsOwner. No plan is a good one here."""
         raise FrameError("plan", "not a plan")
@@ -84,6 +92,28 @@ def test_nothing_is_released_from_one_attempt_straight_into_the_next() -> None:
         assert owner.done == [("freeze", True), ("freeze", True)]
         shell.run([rounds.Freeze(False)])
         assert owner.done[-1] == ("freeze", False)
+
+    run(scenario)
+
+
+def test_a_ballot_on_an_average_is_no_new_average() -> None:
+    """Replays taken since the average was made are not part of it, and not of what its ledger says."""
+
+    async def scenario(tasks: asyncio.TaskGroup) -> None:
+        owner = Owner()
+        shell = averaging(tasks, owner)
+        arrival = Arrival(0, PLAN.digest(), KEYS, 2)
+        ledgers = ("", arrival.ledger_hash)
+        shell.on_ready(arrival)
+        group = Group("g", 0, 1, OTHER, (OTHER, ME), (0, 2), ledgers, PLAN.digest(), lineage="")
+        shell.run(shell.core.on_group(OTHER, group, 1.0))
+        assert owner.done == [("freeze", True), ("attempt", True)]
+        shell.run(shell.core.on_exchanged("g", "d" * 64, 1.5))
+        shell.run(shell.core.on_peer_lost(OTHER, 2.0))
+        shell.run(shell.core.on_gone(OTHER, 2.1))
+        shell.on_ready(arrival)
+        assert [what for what in owner.done if what[0] != "freeze"] == [("attempt", True), ("seal", 0)]
+        assert owner.done[-2:] == [("freeze", True), ("seal", 0)]
 
     run(scenario)
 
