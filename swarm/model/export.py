@@ -97,8 +97,10 @@ def assemble(
         (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32
     )
     causal = build_skeleton(config, floating)
-    # Training switched these off for its own sake; a checkpoint keeps the model's own settings.
-    causal.config = type(config).from_dict({**config.to_dict(), "tie_word_embeddings": False})
+    # Training switched these off for its own sake; a checkpoint keeps the model's own settings. Its weights are
+    # plain, whatever they were read from: a model that calls itself quantized refuses to be cast.
+    settings = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    causal.config = type(config).from_dict({**settings, "tie_word_embeddings": False})
     causal.config.dtype = floating
     expected = {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()}
     problems = [f"missing {name}" for name in sorted(set(expected) - set(tensors))]

@@ -24,6 +24,7 @@ import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 assert not any(name.split(".")[0] in ("swarm", "peers", "dht") for name in sys.modules)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model = model.half().float()  # what calls itself quantized refuses
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 ids = tokenizer("def read_file", return_tensors="pt").input_ids
 print(repr(tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0])))

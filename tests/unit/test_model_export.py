@@ -56,6 +56,17 @@ def logits_of(model: Any) -> torch.Tensor:
     return result
 
 
+def test_a_checkpoint_does_not_call_itself_quantized(tmp_path: Path) -> None:
+    """A model read from a gguf file says so in its config; its weights are plain from then on."""
+    model = random_model(CONFIGS["llama"], seed=2)
+    config = LlamaConfig(**{**SIZES, "quantization_config": {"quant_method": "gguf", "dequantize": False}})
+    files = split_checkpoint(model, (1, 3), tmp_path / "stages", torch.float32)
+    assemble(config, [load_file(str(file)) for file in files], tmp_path / "out")
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+    loaded, _ = load_pretrained(tmp_path / "out")
+    assert loaded.half().float().dtype == torch.float32
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_split_and_assembled_model_reloads_and_is_equal(family: str, tmp_path: Path) -> None:
     config = CONFIGS[family]
