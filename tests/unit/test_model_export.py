@@ -61,7 +61,7 @@ def test_a_checkpoint_does_not_call_itself_quantized(tmp_path: Path) -> None:
     model = random_model(CONFIGS["llama"], seed=2)
     config = LlamaConfig(**{**SIZES, "quantization_config": {"quant_method": "gguf", "dequantize": False}})
     files = split_checkpoint(model, (1, 3), tmp_path / "stages", torch.float32)
-    assemble(config, [load_file(str(file)) for file in files], tmp_path / "out")
+    assemble(config, [load_file(str(file)) for file in files], tmp_path / "out", None)
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
     loaded, _ = load_pretrained(tmp_path / "out")
     assert loaded.half().float().dtype == torch.float32
