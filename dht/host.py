@@ -104,6 +104,19 @@ class _Host(P2P):  # type: ignore[misc]  # hivemind has no types
         P2P._log_p2pd_message(line)
 
 
+class LiveCalls(dict[Any, "asyncio.Future[bytes]"]):
+    """The unary calls that wait for an answer, by call id; of those, only what can still be answered is found.
+
+    In place of hivemind's dict of pending calls. An answer that comes in the instant in which its call is given
+    up would be set on a cancelled future; hivemind's reader ends of that, and every later call hangs.
+    """
+
+    def __contains__(self, call_id: object) -> bool:
+        """Whether a call by this id still waits."""
+        future = self.get(call_id)
+        return future is not None and not future.done()
+
+
 class _RuntimeDirectory:
     """A private directory for the daemon's sockets, with a lock that tells the living from the dead."""
 
@@ -182,6 +195,7 @@ async def start_host(
             nat_port_map=nat_port_map,
             startup_timeout=startup_timeout_s,
         )
+        host._client.control._pending_calls = LiveCalls()
         host.runtime = runtime
         host.startup_timeout_s = startup_timeout_s
         host.listening = _listening(host, wanted)

@@ -110,8 +110,12 @@ def forget_daemon(p2p: P2P) -> None:
     """The daemon is dead: fail the calls that wait for it, and those that come until it is revived. At once."""
     if isinstance(p2p._client, _NoDaemon):
         return
-    control = p2p._client.control
-    p2p._client = _NoDaemon(p2p._client)
+    dead = p2p._client
+    control = dead.control
+    p2p._client = _NoDaemon(dead)
+    # Collected at last, the dead client closes its control client, which would be the successor's by then: p2pd
+    # ends when its last persistent connection does.
+    dead.control = None
     for task in (control._read_task, control._write_task, *control._handler_tasks.values()):
         if task is not None:
             task.cancel()
