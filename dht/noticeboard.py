@@ -35,11 +35,13 @@ from dht.records import (
     RECORD_LIFE_S,
     ManifestPointer,
     PeerRecord,
+    PriorRecord,
     Record,
     RecordError,
     encode_record,
     peers_key,
     place_of,
+    priors_key,
 )
 from dht.table import RecordTable
 from dht.validators import SignedRecordValidator
@@ -84,6 +86,7 @@ class Noticeboard:
         self._published_until: dict[tuple[str, str], float] = {}
         self._peers: RecordTable[PeerRecord] = RecordTable()
         self._manifests: RecordTable[ManifestPointer] = RecordTable()
+        self._priors: RecordTable[PriorRecord] = RecordTable()
         self._changed = asyncio.Event()
         self._bytes_read = 0
         self._failing: set[str] = set()
@@ -149,7 +152,7 @@ class Noticeboard:
         """Watch the peers of this run from now on; the view fills with the next refresh."""
         if run_id != self.run_id:
             self.run_id = run_id
-            self._peers = RecordTable()
+            self._peers, self._priors = RecordTable(), RecordTable()
             self._notify()
 
     def view(self) -> dict[str, PeerRecord]:
@@ -181,10 +184,14 @@ class Noticeboard:
         """Live manifest pointers of all runs; at once, from memory."""
         return list(self._manifests.live(self.clock.now()).values())
 
+    def priors(self) -> list[PriorRecord]:
+        """Live offers of priors of the run, whoever makes them; at once, from memory."""
+        return list(self._priors.live(self.clock.now()).values())
+
     @property
     def view_version(self) -> int:
-        """Grows whenever `view` or `manifests` change in more than expiry times."""
-        return self._peers.version + self._manifests.version
+        """Grows whenever `view`, `manifests` or `priors` change in more than expiry times."""
+        return self._peers.version + self._manifests.version + self._priors.version
 
     async def wait_changed(self, seen_version: int, deadline_s: float) -> bool:
         """Wait until `view_version` differs from `seen_version`; False if it does not within the deadline."""
@@ -212,7 +219,9 @@ class Noticeboard:
 
     async def refresh(self, deadline_s: float = OPERATION_DEADLINE_S) -> bool:
         """Read the board once into the view; False (counted) if that failed."""
-        keys = [MANIFESTS_KEY] + ([peers_key(self.run_id)] if self.run_id is not None else [])
+        keys = [MANIFESTS_KEY]
+        if self.run_id is not None:
+            keys += [peers_key(self.run_id), priors_key(self.run_id)]
         try:
             async with asyncio.timeout(deadline_s):
                 found = await self._live_node().get_many(
@@ -278,9 +287,9 @@ class Noticeboard:
     def _next_expiry(self, place: tuple[str, str]) -> float:
         """An expiry later than any this peer has used here, in this start or (if still seen) before."""
         now = self.clock.now()
-        table = self._manifests if place[0] == MANIFESTS_KEY else self._peers
-        seen = table.live(now).get(place[1])
-        before = max(self._published_until.get(place, 0.0), seen.expires_at if seen is not None else 0.0)
+        # Subkeys of one kind of record are none of another's.
+        seen = max(table.expires_at(place[1]) for table in (self._manifests, self._peers, self._priors))
+        before = max(self._published_until.get(place, 0.0), seen)
         expiry = max(now + RECORD_LIFE_S, before + 0.001)
         expiry = min(expiry, now + MAX_RECORD_LIFE_S)
         self._published_until[place] = expiry
@@ -292,6 +301,9 @@ class Noticeboard:
         self._manifests.merge(((s, r) for s, r in records if isinstance(r, ManifestPointer)), now)
         self._peers.merge(
             ((s, r) for s, r in records if isinstance(r, PeerRecord) and r.run_id == self.run_id), now
+        )
+        self._priors.merge(
+            ((s, r) for s, r in records if isinstance(r, PriorRecord) and r.run_id == self.run_id), now
         )
         self.validator.forget_expired(now)
         peers = self._peers.live(now)

@@ -22,9 +22,13 @@ MAX_RECORD_LIFE_S = 60.0
 """No record may expire later than this after now (swarm time): nobody can occupy the board for long."""
 
 RECORD_LIFE_S = 30.0
+PRIOR_NAME_CHARACTERS = 16
+"""Of a prior's hash, in the record of who holds it."""
+MAX_PRIOR_BYTES = 2**30
 _MAX_INTEGER = 2**53
 
 RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Role = Literal["seed", "stage", "anchor"]
 PeerIdText = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,64}$")]
 Count = Annotated[int, Field(ge=0, le=_MAX_INTEGER)]
 Measure = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
@@ -67,10 +71,11 @@ class PeerRecord(_Record):
 
     stage: the stage it holds, None for a pure seed. step: the step its weights have reached. training:
     whether it has a plan in force. loss: mean token loss in nats, as last seen. tokens_per_s and the
-    measured bandwidths (Mbit/s): None when unknown. versions: steps whose snapshots it can serve.
+    measured bandwidths (Mbit/s): None when unknown. versions: steps whose snapshots it can serve. priors:
+    the first characters (`PRIOR_NAME_CHARACTERS`) of the hashes of the priors it holds and serves.
     """
 
-    role: Literal["seed", "stage"]
+    role: Role
     stage: Annotated[int, Field(ge=0, le=4095)] | None = None
     state: Literal["joining", "syncing", "online", "draining", "offline"]
     step: Count = 0
@@ -83,6 +88,7 @@ class PeerRecord(_Record):
     upload_mbps: Measure | None = None
     download_mbps: Measure | None = None
     versions: tuple[Count, ...] = Field(default=(), max_length=32)
+    priors: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=16)
 
 
 class ManifestPointer(_Record):
@@ -97,10 +103,24 @@ class ManifestPointer(_Record):
     name: Annotated[str, Field(max_length=128)]
 
 
-Record = PeerRecord | ManifestPointer
-_KINDS: dict[str, type[PeerRecord] | type[ManifestPointer]] = {
+class PriorRecord(_Record):
+    """A prior that an anchor has fitted, and serves; `peer_id` is the anchor, who signs this.
+
+    boundary: between stages boundary and boundary + 1. step: version of the weights it was fitted at. sha256,
+    nbytes: of the file.
+    """
+
+    boundary: Annotated[int, Field(ge=0, le=4095)]
+    step: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    nbytes: Annotated[int, Field(ge=1, le=MAX_PRIOR_BYTES)]
+
+
+Record = PeerRecord | ManifestPointer | PriorRecord
+_KINDS: dict[str, type[PeerRecord] | type[ManifestPointer] | type[PriorRecord]] = {
     "peer": PeerRecord,
     "manifest": ManifestPointer,
+    "prior": PriorRecord,
 }
 
 MANIFESTS_KEY = f"swarm-peer/{PROTOCOL_VERSION}/manifests"
@@ -112,8 +132,15 @@ def peers_key(run_id: str) -> str:
     return f"swarm-peer/{PROTOCOL_VERSION}/run/{run_id}/peers"
 
 
+def priors_key(run_id: str) -> str:
+    """DHT key of the priors that a run's anchors offer."""
+    return f"swarm-peer/{PROTOCOL_VERSION}/run/{run_id}/priors"
+
+
 def place_of(record: Record) -> tuple[str, str]:
     """DHT key and subkey where a record stands; it is valid nowhere else."""
+    if isinstance(record, PriorRecord):
+        return priors_key(record.run_id), f"{record.peer_id}/{record.boundary}"
     if isinstance(record, ManifestPointer):
         return MANIFESTS_KEY, f"{record.peer_id}/{record.run_id}"
     return peers_key(record.run_id), record.peer_id
@@ -126,7 +153,7 @@ def encode_record(record: Record, identity: Identity) -> bytes:
     """
     if record.peer_id != identity.peer_id or record.public_key != identity.public_key:
         raise ValueError(f"record of {record.peer_id} cannot be signed by {identity.peer_id}")
-    kind = "manifest" if isinstance(record, ManifestPointer) else "peer"
+    kind = next(kind for kind, model in _KINDS.items() if type(record) is model)
     payload: bytes = msgpack.packb(record.model_dump(exclude_none=True), use_bin_type=True)
     signature = identity.sign(_signed_bytes(kind, payload))
     data: bytes = msgpack.packb([kind, payload, signature], use_bin_type=True)

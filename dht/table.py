@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from dht.records import ManifestPointer, PeerRecord
+from dht.records import ManifestPointer, PeerRecord, PriorRecord
 
-RecordType = TypeVar("RecordType", PeerRecord, ManifestPointer)
+RecordType = TypeVar("RecordType", PeerRecord, ManifestPointer, PriorRecord)
 
 
 class RecordTable(Generic[RecordType]):
@@ -40,6 +40,11 @@ class RecordTable(Generic[RecordType]):
     def live(self, now: float) -> dict[str, RecordType]:
         """What has not expired at swarm time `now`, by subkey."""
         return {subkey: record for subkey, record in self._records.items() if record.expires_at > now}
+
+    def expires_at(self, subkey: str) -> float:
+        """Swarm time at which a record expires, or has expired without having been removed yet; 0 if unknown."""
+        record = self._records.get(subkey)
+        return record.expires_at if record is not None else 0.0
 
     def next_expiry(self) -> float | None:
         """Swarm time at which the next record expires, None if there is none."""

@@ -8,8 +8,9 @@ import math
 
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
-from dht.records import ManifestPointer, PeerRecord
+from dht.records import ManifestPointer, PeerRecord, Role
 from peers.lifecycle import Lifecycle
+from peers.priors import Priors
 from peers.snapshots import Snapshots
 from peers.status import StatusBoard
 from peers.trainer import Trainer
@@ -26,6 +27,7 @@ class Announcer:
         board: Noticeboard,
         identity: Identity,
         manifest: RunManifest,
+        role: Role,
         stage: int | None,
         addresses: tuple[str, ...],
         lifecycle: Lifecycle,
@@ -33,8 +35,9 @@ class Announcer:
     ) -> None:
         self.trainer: Trainer | None = None
         self.snapshots: Snapshots | None = None
+        self.priors: Priors | None = None
         self._board, self._identity, self._manifest = board, identity, manifest
-        self._stage, self._addresses = stage, addresses
+        self._role, self._stage, self._addresses = role, stage, addresses
         self._lifecycle, self._status = lifecycle, status
 
     async def point_to_manifest(self) -> None:
@@ -60,7 +63,7 @@ class Announcer:
             peer_id=self._identity.peer_id,
             public_key=self._identity.public_key,
             incarnation=self._identity.incarnation,
-            role="seed" if self._stage is None else "stage",
+            role=self._role,
             stage=self._stage,
             state=self._lifecycle.state,
             step=trainer.version if trainer is not None else 0,
@@ -71,6 +74,7 @@ class Announcer:
             upload_mbps=status["upload_mbps"],
             download_mbps=status["download_mbps"],
             versions=tuple(snapshots.served[-32:]) if snapshots is not None else (),
+            priors=self.priors.names if self.priors is not None else (),
         )
         try:
             await self._board.publish(record)

@@ -15,6 +15,8 @@ from swarm.model.trainable import TrainableSet
 from swarm.plan import MicrobatchKey
 from swarm.sketch import sketch
 
+KEPT_PAYLOADS = 256
+
 
 class CalibratedCompute:
     """Waits instead of computing; every payload has its real layout and constant content."""
@@ -26,7 +28,7 @@ class CalibratedCompute:
         self._boundaries = boundaries
         self._hidden_size = hidden_size
         self._seconds_per_token = microseconds_per_token * 1e-6
-        self._payloads: dict[tuple[str, tuple[int, int], int], Payload] = {}
+        self._payloads: dict[tuple[str, tuple[int, int], int, tuple[str, ...]], Payload] = {}
         self._zeros = trainable.empty()
 
     def forward(self, work: Work, incoming: Payload | None) -> Payload:
@@ -93,9 +95,13 @@ class CalibratedCompute:
     def _payload(self, direction: str, codec: BoundaryCodec | None, work: Work) -> Payload:
         if codec is None:
             raise ValueError("the last stage has no boundary to send a forward through")
-        # The layout of `basis` depends on the number of document starts, every other one on the shape alone.
-        place = (direction, work.codec_key.shape, int(work.codec_key.document_starts.sum()))
+        # The layout of `basis` depends on the number of document starts and the prior, every other one on the shape
+        # alone.
+        key = work.codec_key
+        place = (direction, key.shape, int(key.document_starts.sum()), key.priors)
         if place not in self._payloads:
+            if len(self._payloads) > KEPT_PAYLOADS:
+                self._payloads.clear()
             hidden = torch.zeros(*work.codec_key.shape, self._hidden_size)
             encode = codec.encode if direction == "forward" else codec.encode_gradient
             self._payloads[place] = encode(hidden, work.codec_key)

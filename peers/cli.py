@@ -40,8 +40,9 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "init": Command("init", "InitOptions", "create a run: cut a model, pack the data, fit the codec, sign"),
     "seed": Command("seed", "SeedOptions", "first node of a run: serves its files, prints how to join"),
-    "join": Command("join", "JoinOptions", "hold one stage of a run and train"),
+    "join": Command("join", "JoinOptions", "hold one stage of a run and train, or be an anchor"),
     "local": Command("local", "LocalOptions", "a whole swarm on this machine, then evaluation"),
+    "identity": Command("identity", "IdentityOptions", "make a peer's key, print its id"),
     "status": Command("status", "StatusOptions", "the swarm as a table"),
     "export": Command("export", "ExportOptions", "stages -> an ordinary transformers checkpoint"),
     "eval": Command("evaluate", "EvaluateOptions", "held-out loss and a sample of a checkpoint"),

@@ -13,7 +13,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,6 +189,25 @@ class LocalSwarm:
                 raise KeyboardInterrupt
         return seed.addresses[0]
 
+    def start_anchors(self, address: str, run_id: str, keys: Sequence[Path], threads: int) -> None:
+        """Start one anchor for each key, which the run names."""
+        for number, key in enumerate(keys):
+            name = f"anchor-{number}"
+            self.start_peer(
+                name,
+                PeerConfig(
+                    stage=None,
+                    is_anchor=True,
+                    initial_peers=(address,),
+                    run=run_id,
+                    run_dir=self.run_dir,
+                    listen=LISTEN,
+                    identity=key,
+                    threads=threads,
+                    checkpoint_dir=self.folder(name) / "checkpoints",
+                ),
+            )
+
     def start_stage_peers(self, address: str, run_id: str, replicas: int, threads: int) -> None:
         """Start `replicas` peers of every stage, each with an identity and a folder of its own."""
         for replica in range(replicas):
@@ -250,9 +269,10 @@ class LocalSwarm:
 
     def stop(self, on_change: OnChange) -> None:
         """Ask every peer to leave, the seed last; kill what has not left in time. Takes at most ten seconds."""
-        # Stage peers say goodbye on the noticeboard, which the seed keeps.
-        self._end(self.trainers, TRAINER_GRACE_S, on_change)
-        self._end([peer for peer in self.peers.values() if peer.stage is None], SEED_GRACE_S, on_change)
+        # The others say goodbye on the noticeboard, which the seed keeps.
+        others = [peer for peer in self.peers.values() if peer.name != SEED_NAME]
+        self._end(others, TRAINER_GRACE_S, on_change)
+        self._end([peer for peer in self.peers.values() if peer.name == SEED_NAME], SEED_GRACE_S, on_change)
 
     def kill(self) -> None:
         """SIGKILL to everybody still there."""

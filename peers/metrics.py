@@ -74,6 +74,9 @@ _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _STAGES = 1024
 
 
+PRIOR_RESULTS = ("fetched", "hash", "file", "shape", "stranger", "boundary", "size", "conflict")
+
+
 class Metrics:
     """The metrics of one peer, on a registry of their own.
 
@@ -149,6 +152,27 @@ class Metrics:
             "Latest that the communication loop woke up within the last minute, in seconds",
             registry=registry,
         )
+        self.prior_version = Gauge(
+            "swarm_peer_prior_version",
+            "How often the prior in force at a boundary of this peer has changed",
+            ["boundary"],
+            registry=registry,
+        )
+        self.prior_age = Gauge(
+            "swarm_peer_prior_age_steps",
+            "Steps since the weights to which the prior in force was fitted",
+            ["boundary"],
+            registry=registry,
+        )
+        self.priors = Counter(
+            "swarm_peer_priors",
+            "Priors by what became of them: fetched, refused (hash, file, shape, stranger, boundary, size), conflict",
+            ["result"],
+            registry=registry,
+        )
+        self.prior_bytes = Counter(
+            "swarm_peer_prior_bytes", "Bytes of priors that were fetched", registry=registry
+        )
         self.host_restarts = Counter(
             "swarm_peer_host_restarts",
             "Deaths of the libp2p daemon, each followed by a restart",
@@ -176,6 +200,8 @@ class Metrics:
             self._checkpoints.labels(result)
         for what in get_args(UpdateResult):
             self._updates.labels(what)
+        for result in PRIOR_RESULTS:
+            self.priors.labels(result)
         self._rounds.labels("committed", "none")
         for reason in get_args(RoundReason):
             if reason != "none":

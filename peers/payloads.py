@@ -79,7 +79,7 @@ def unpack_forward(
     if payload.nbytes < head:
         raise FrameError("size", f"{payload.nbytes} payload bytes where the batch alone takes {head}")
     batch = form.unpack(payload[:head], sample_ids)
-    codec_key = CodecKey.of(batch, key.step)
+    codec_key = CodecKey.of(batch, key.step, plan.prior_hashes)
     return Work(key, batch, codec_key), unpack_layout(payload[head:], codec.layout(codec_key))
 
 

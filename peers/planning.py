@@ -7,8 +7,10 @@ arrives is checked by its samples: nobody can make a peer train something else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from peers.frames import FrameError
+from swarm.activation.registry import needs_prior
 from swarm.data.order import samples_of_step
 from swarm.manifest import RunManifest
 from swarm.plan import Plan, Slot, split_samples
@@ -21,10 +23,41 @@ class StalePlanError(FrameError):
     """A plan of a step that lies behind, or far ahead of a peer that others have left behind."""
 
 
+@dataclass(frozen=True, slots=True)
+class PriorRef:
+    """The prior in force at a boundary, as plans name it: see `Plan`."""
+
+    version: int = 0
+    sha256: str = ""
+
+    def next(self, sha256: str) -> PriorRef:
+        """The prior of this hash in place of this one; this one if it is the same."""
+        return self if sha256 == self.sha256 else PriorRef(self.version + 1, sha256)
+
+
+def prior_refs(plan: Plan) -> tuple[PriorRef, ...]:
+    """The priors that a plan names, one per boundary."""
+    return tuple(map(PriorRef, plan.prior_versions, plan.prior_hashes))
+
+
+def initial_refs(manifest: RunManifest) -> tuple[PriorRef, ...]:
+    """The run's initial priors."""
+    return (PriorRef(),) * (manifest.model.stages - 1)
+
+
 def make_plan(
-    manifest: RunManifest, step: int, attempt: int, group: str, sources: Sequence[str]
+    manifest: RunManifest,
+    step: int,
+    attempt: int,
+    group: str,
+    sources: Sequence[str],
+    priors: Sequence[PriorRef] = (),
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of a step and who runs its slots: one slot per source, equal shares."""
+    """The plan of a step and who runs its slots: one slot per source, equal shares.
+
+    priors: one per boundary; none stands for the initial ones.
+    """
+    priors = priors or initial_refs(manifest)
     samples = step_samples(manifest, step)
     shares = dict.fromkeys(sources, 1.0)
     slots = split_samples(samples, manifest.rows_per_microbatch, shares)
@@ -34,7 +67,8 @@ def make_plan(
         group=group,
         rows_per_microbatch=manifest.rows_per_microbatch,
         slots=tuple(Slot(number=number, samples=slot) for number, slot in enumerate(slots)),
-        prior_versions=(0,) * (manifest.model.stages - 1),
+        prior_versions=tuple(prior.version for prior in priors),
+        prior_hashes=tuple(prior.sha256 for prior in priors),
         is_last=step == manifest.total_steps - 1,
         keep_snapshot=manifest.keeps_snapshot(step),
     )
@@ -80,8 +114,10 @@ class PlanBook:
             raise FrameError("plan", f"the plan of step {plan.step} names other samples than the run's order")
         if plan.rows_per_microbatch != self._manifest.rows_per_microbatch:
             raise FrameError("plan", f"{plan.rows_per_microbatch} rows per microbatch")
-        if plan.attempt > MAX_ATTEMPT or plan.prior_versions != (0,) * (self._manifest.model.stages - 1):
-            raise FrameError("plan", f"attempt {plan.attempt}, priors {plan.prior_versions[:4]}")
+        if plan.attempt > MAX_ATTEMPT or len(plan.prior_versions) != self._manifest.model.stages - 1:
+            raise FrameError("plan", f"attempt {plan.attempt}, {len(plan.prior_versions)} priors")
+        if any(plan.prior_versions) and not needs_prior(self._manifest.codec):
+            raise FrameError("plan", f"priors {plan.prior_versions[:4]} for a codec that has none")
         if plan.keep_snapshot != self._manifest.keeps_snapshot(plan.step):
             raise FrameError("plan", f"another snapshot flag for step {plan.step}")
         if plan.is_last != (plan.step == self._manifest.total_steps - 1):

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from peers.compute import Boundaries, StageCompute, build_compute, compute_dtype
 from peers.config import PeerConfig
 from peers.engine import Engine, JobPriority
 from peers.run_files import RunFiles, prior_name, stage_name
 from swarm.activation.base import BoundaryCodec
 from swarm.activation.registry import build_codec, needs_prior
+from swarm.activation.versions import VersionedCodec
 from swarm.manifest import RunManifest
+
+
+def codec_of(
+    config: PeerConfig, manifest: RunManifest, boundary: int, prior: dict[str, Tensor] | None
+) -> BoundaryCodec:
+    """The codec of a boundary with this prior. Raises ValueError if the prior does not fit the manifest."""
+    return build_codec(
+        manifest.codec,
+        hidden_size=manifest.model.hidden_size,
+        boundary=boundary,
+        run_seed=manifest.seed,
+        prior=prior,
+        device=config.device,
+        dtype=compute_dtype(manifest),
+    )
 
 
 async def prepare_stage(
@@ -36,15 +54,9 @@ async def prepare_stage(
     def codec(boundary: int) -> BoundaryCodec | None:
         if not 0 <= boundary < manifest.model.stages - 1:
             return None
-        return build_codec(
-            manifest.codec,
-            hidden_size=manifest.model.hidden_size,
-            boundary=boundary,
-            run_seed=manifest.seed,
-            prior=files.prior(boundary) if needs_prior(manifest.codec) else None,
-            device=config.device,
-            dtype=compute_dtype(manifest),
-        )
+        if not needs_prior(manifest.codec):
+            return codec_of(config, manifest, boundary, None)
+        return VersionedCodec(boundary, codec_of(config, manifest, boundary, files.prior(boundary)))
 
     def build() -> tuple[StageCompute, Boundaries]:
         boundaries = Boundaries(incoming=codec(stage - 1), outgoing=codec(stage))

@@ -62,7 +62,9 @@ def status_line(status: Mapping[str, Any]) -> str:
     parts = [str(status.get("state", "?"))]
     if status.get("stage") is not None:
         parts.append(f"stage {status['stage']}")
-    is_seed = status.get("role") == "seed"
+    if (anchor := status.get("anchor")) is not None:
+        parts.append(f"anchor  {anchor['passes']} passes, priors of version {anchor['version'] or '-'}")
+    is_seed = status.get("role") in ("seed", "anchor")  # neither has a step, nor a link to any peer
     if status.get("total_steps") is not None and not is_seed:
         parts.append(f"step {_number(status.get('step'), '{}')}/{status['total_steps']}")
     if status.get("loss") is not None and not is_seed:

@@ -17,6 +17,8 @@ from hivemind.p2p import P2P
 from dht.host import start_host, stop_host, visible_addresses
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
+from dht.records import Role
+from peers.anchor import AnchorPeer
 from peers.announcer import Announcer
 from peers.config import PeerConfig, UserError
 from peers.engine import Engine
@@ -83,10 +85,11 @@ class Session:
             files_server.add_run(manifest, directory / "artifacts")
             await files_server.start()
             stack.push_async_callback(files_server.close)
-            self._status.identify(identity.peer_id, stage, manifest, server.url)
+            role: Role = "anchor" if self._config.is_anchor else "seed" if stage is None else "stage"
+            self._status.identify(identity.peer_id, role, stage, manifest, server.url)
             holders = [address.rpartition("/")[2] for address in good]
             announcer = Announcer(
-                board, identity, manifest, stage, self._addresses, self._lifecycle, self._status
+                board, identity, manifest, role, stage, self._addresses, self._lifecycle, self._status
             )
             files = RunFiles(manifest, directory, p2p, lambda: self._holders(holders), self._traffic)
             stack.callback(lambda: self._reporter.summary(self._status.summary(self.exit_reason)))
@@ -98,7 +101,24 @@ class Session:
                     tasks.create_task(self._watch_host(p2p)),
                 ]
                 try:
-                    if stage is None:
+                    if self._config.is_anchor:
+                        await AnchorPeer(
+                            config=self._config,
+                            manifest=manifest,
+                            identity=identity,
+                            p2p=p2p,
+                            board=board,
+                            announcer=announcer,
+                            files=files,
+                            server=files_server,
+                            engine=self._engine,
+                            lifecycle=self._lifecycle,
+                            traffic=self._traffic,
+                            status=self._status,
+                            reporter=self._reporter,
+                            addresses=self._addresses,
+                        ).run()
+                    elif stage is None:
                         await self._serve(announcer, manifest)
                     else:
                         await StagePeer(
@@ -207,7 +227,7 @@ class Session:
         seen = [peer for peer, record in board.view().items() if record.state != "offline"] if board else []
         return list(dict.fromkeys([*initial, *seen]))
 
-    # -- the two roles ----------------------------------------------------------------------------------------
+    # -- the seed's role ----------------------------------------------------------------------------------------
 
     async def _serve(self, announcer: Announcer, manifest: RunManifest) -> None:
         """A seed: keep the noticeboard and the run's files until told to leave."""

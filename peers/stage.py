@@ -257,7 +257,7 @@ class StageWorker:
             if self._dataset is None or plan is None:
                 raise RuntimeError(f"microbatch {entry.key} has no data on this peer")
             batch = self._dataset.batch(samples_of(entry.key, plan))
-            entry.work = Work(entry.key, batch, CodecKey.of(batch, entry.key.step))
+            entry.work = Work(entry.key, batch, CodecKey.of(batch, entry.key.step, plan.prior_hashes))
         work_: Work = entry.work
         return work_
 

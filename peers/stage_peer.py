@@ -30,7 +30,8 @@ from peers.link import Hello, Link
 from peers.links import ANEW, LEFT, Links, short
 from peers.metrics import Metrics
 from peers.payloads import largest_payload
-from peers.prepare import prepare_stage
+from peers.prepare import codec_of, prepare_stage
+from peers.priors import Priors
 from peers.reporting import Reporter
 from peers.run_files import RunFiles
 from peers.snapshots import Snapshots
@@ -40,6 +41,7 @@ from peers.status import StatusBoard
 from peers.traffic import Traffic
 from peers.trainer import Trainer
 from peers.update_log import UpdateLog
+from swarm.activation.versions import VersionedCodec
 from swarm.manifest import RunManifest
 
 logger = logging.getLogger("swarm_peer.session")
@@ -81,6 +83,7 @@ class StagePeer:
         self._publishing: asyncio.Task[None] | None = None
         self._links: Links
         self._trainer: Trainer
+        self._priors: Priors
         self._snapshots: Snapshots
         self._updates: UpdateLog
 
@@ -141,6 +144,24 @@ class StagePeer:
             metrics=self._metrics,
             note=note,
         )
+        codecs = {
+            codec.boundary: codec
+            for codec in (boundaries.incoming, boundaries.outgoing)
+            if isinstance(codec, VersionedCodec)
+        }
+        self._priors = self._announcer.priors = self._status.priors = Priors(
+            manifest=self._manifest,
+            stage=self._stage,
+            codecs=codecs,
+            codec_of=lambda boundary, prior: codec_of(self._config, self._manifest, boundary, prior),
+            board=self._board,
+            p2p=self._p2p,
+            server=self._server,
+            directory=directory / "priors",
+            traffic=self._traffic,
+            tasks=tasks,
+            note=note,
+        )
         self._trainer = Trainer(
             manifest=self._manifest,
             stage=self._stage,
@@ -155,6 +176,7 @@ class StagePeer:
             view=StageView(self._board, self._stage, links.me),
             on_snapshot=self._snapshots.take,
             note=note,
+            priors=self._priors,
             trace_ledger=self._config.trace_ledger,
         )
         self._announcer.trainer, self._announcer.snapshots = self._trainer, self._snapshots
@@ -190,12 +212,13 @@ class StagePeer:
         """Tick until the run has ended and its last state was served for a while."""
         trainer, board = self._trainer, self._board
         published, refreshed, said = float("-inf"), float("-inf"), Standing.WAITING
-        served_until, has_started = float("inf"), False
+        served_until, has_started, priors = float("inf"), False, self._priors.names
         while time.monotonic() < served_until:
             if trainer.failure.done():
                 trainer.failure.result()
             view = board.view()
             self._want(view)
+            self._priors.tick()
             held = self._held(view)
             is_waiting = trainer.membership.standing is Standing.WAITING
             # Records of peers that train may be those of a swarm that was killed: they expire.
@@ -208,7 +231,8 @@ class StagePeer:
                     # The start waits for the last peer to be seen by the first source.
                     refreshed = time.monotonic()
                     self._refreshing = asyncio.create_task(board.refresh())
-            is_news = trainer.membership.standing is not said
+            is_news = trainer.membership.standing is not said or self._priors.names != priors
+            priors = self._priors.names
             if is_news and trainer.membership.standing is Standing.VOTING and not has_started:
                 has_started = True
                 self._reporter.note("the run has started")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
 import psutil
 
+from dht.records import Role
+from peers.anchor_figures import AnchorFigures
 from peers.engine import Engine
 from peers.lifecycle import Lifecycle
 from peers.links import Links
 from peers.metrics import Metrics
+from peers.priors import Priors
 from peers.traffic import Traffic
 from peers.trainer import Trainer
 from swarm.manifest import RunManifest
@@ -23,6 +27,9 @@ class StatusBoard:
         self.trainer: Trainer | None = None
         self.links: Links | None = None
         self.is_finished = False
+        self.anchor: AnchorFigures | None = None
+        self.priors: Priors | None = None
+        self._role: Role = "seed"
         self._stage: int | None = None
         self._lifecycle = lifecycle
         self._traffic, self._metrics, self._engine = traffic, metrics, engine
@@ -34,9 +41,11 @@ class StatusBoard:
         self._rates: tuple[float, float] = (0.0, 0.0)
         self._rates_at = 0.0
 
-    def identify(self, peer_id: str, stage: int | None, manifest: RunManifest, metrics_url: str) -> None:
-        """The run is known, and the stage to hold (None for a seed)."""
-        self._stage = stage
+    def identify(
+        self, peer_id: str, role: Role, stage: int | None, manifest: RunManifest, metrics_url: str
+    ) -> None:
+        """The run is known, and the stage to hold (None for a seed and for an anchor)."""
+        self._role, self._stage = role, stage
         self._peer_id, self._manifest, self._metrics_url = peer_id, manifest, metrics_url
         self._metrics.total_steps.set(manifest.total_steps)
 
@@ -53,7 +62,7 @@ class StatusBoard:
             "peer_id": self._peer_id,
             "run_id": manifest.run_id if manifest else None,
             "run_name": manifest.name if manifest else None,
-            "role": "seed" if self._stage is None else "stage",
+            "role": self._role,
             "stage": self._stage,
             "stages": manifest.model.stages if manifest else None,
             "state": self._lifecycle.state,
@@ -67,6 +76,8 @@ class StatusBoard:
             "standing": trainer.membership.standing.value if trainer else None,
             "stage_refills": trainer.membership.refills if trainer else 0,
             "microbatches_lost": progress.lost if progress else 0,
+            "anchor": dataclasses.asdict(self.anchor) if self.anchor else None,
+            "priors": self.priors.status() if self.priors else None,
             "neighbours": len(self.links.open_links()) if self.links else 0,
             "microbatches_done": counters.get("done", 0),
             "microbatches_replayed": counters.get("replayed", 0),
@@ -116,6 +127,8 @@ class StatusBoard:
             return
         if trainer.progress.gradient_norm is not None:
             metrics.gradient_norm.set(trainer.progress.gradient_norm)
+        if status["priors"] is not None:
+            self._prior_metrics(metrics, status["priors"], trainer.version)
         outcomes = trainer.averaging.outcomes
         for _ in range(int(self._grown("committed", outcomes["committed"]))):
             metrics.round("committed", trainer.averaging.seconds)
@@ -126,6 +139,16 @@ class StatusBoard:
         metrics.microbatch("refused", int(self._grown("refused", refused)))
         if self._manifest is not None:
             self._compression(metrics, trainer.worker.codec_bytes, self._manifest.model.hidden_size)
+
+    def _prior_metrics(self, metrics: Metrics, priors: dict[str, Any], step: int) -> None:
+        for boundary, ref in priors["in_force"].items():
+            metrics.prior_version.labels(boundary).set(ref["version"])
+            if ref["step"] is not None:
+                metrics.prior_age.labels(boundary).set(max(0, step - ref["step"]))
+        for name, count in {**priors["counters"], **priors["offers"]}.items():
+            grown = self._grown(f"prior/{name}", count)
+            metrics.priors.labels(name.removeprefix("refused_")).inc(grown)
+        metrics.prior_bytes.inc(self._grown("prior_bytes", priors["bytes"]))
 
     def _compression(self, metrics: Metrics, sent: dict[str, int], hidden_size: int) -> None:
         forward = sent["forward"] + sent["dense_positions"] + sent["ids"]

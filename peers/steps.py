@@ -18,7 +18,8 @@ from peers.frames import Frame, FrameError, Kind, need
 from peers.limits import LIMITS
 from peers.link import Link
 from peers.links import Links
-from peers.planning import PlanBook, StalePlanError, make_plan
+from peers.planning import PlanBook, PriorRef, StalePlanError, initial_refs, make_plan, prior_refs
+from peers.priors import Priors
 from peers.recovery import Recovery
 from peers.round_messages import Arrival, Commit, CompactKey, compact
 from peers.run_files import RunFiles
@@ -49,6 +50,7 @@ class Steps:
         files: RunFiles,
         tasks: asyncio.TaskGroup,
         is_voting: Callable[[], bool],
+        priors: Priors | None = None,
     ) -> None:
         self.manifest, self.stage = manifest, stage
         self.me = links.me
@@ -60,6 +62,7 @@ class Steps:
         self._alone_at: int | None = None
         self._nudged_at = 0.0
         self._links, self._files, self._tasks, self._is_voting = links, files, tasks, is_voting
+        self._priors = priors
         self.assignments = Assignments(self.me, links, self._run_slot)
         self.worker: StageWorker
         self.averaging: Averaging
@@ -157,8 +160,18 @@ class Steps:
         """The plan that a COMMIT of stage 0 carries."""
         if self.stage != 0 or step >= self.manifest.total_steps:
             return b"", ()
-        plan, sources = make_plan(self.manifest, step, attempt, group, roster)
+        priors = self._refs(step - 1)
+        if self._priors is not None:
+            priors = self._priors.choose(priors)
+        plan, sources = make_plan(self.manifest, step, attempt, group, roster, priors)
         return plan.to_bytes(), sources
+
+    def _refs(self, step: int) -> tuple[PriorRef, ...]:
+        """The priors in force at a step, as far as this peer knows."""
+        plan = self.plans.of_step(step)
+        if plan is not None:
+            return prior_refs(plan)
+        return (self._priors.in_force if self._priors is not None else ()) or initial_refs(self.manifest)
 
     def take_plan(self, plan: Plan, sources: list[str], *, is_replay: bool = False) -> None:
         """A plan with its assignment, at stage 0 by COMMIT or START, elsewhere by START."""
@@ -187,6 +200,8 @@ class Steps:
             self._adopt(plan)
 
     def _adopt(self, plan: Plan, *, is_replay: bool = False) -> None:
+        if self._priors is not None:
+            self._priors.holds(plan)  # what is missing is fetched before it is needed
         if plan.step == self.version:
             now, before = time.monotonic(), self.worker.core.plan
             self.worker.run(self.worker.core.on_plan(plan, now))
@@ -207,6 +222,8 @@ class Steps:
 
     async def _fetch_and_run(self, plan: Plan, slot: int, is_replay: bool) -> None:
         while self.worker.core.plan is plan:
+            if self._priors is not None and not await self._priors.wait(plan):
+                continue
             try:
                 await self._files.ensure_samples(plan.slots[slot].samples)
             except TransferError as error:
@@ -274,7 +291,8 @@ class Steps:
         """The only source left takes the plan its neighbours know, or makes the step's plan itself."""
         await asyncio.sleep(LIMITS.query_s)
         if self.worker.core.plan is None and self.version == step:
-            plan, sources = make_plan(self.manifest, step, 0, self.averaging.core.lineage, (self.me,))
+            lineage, priors = self.averaging.core.lineage, self._refs(step - 1)
+            plan, sources = make_plan(self.manifest, step, 0, lineage, (self.me,), priors)
             self.take_plan(plan, list(sources))
 
     # -- work that is ahead of its plan --------------------------------------------------------------------
@@ -292,7 +310,9 @@ class Steps:
             link.post(Kind.BUSY, {"key": key.pack(), "reason": ""})
             return
         plan = self.plans.get(key.plan)
-        if plan is not None:
+        if plan is not None and self._priors is not None and not self._priors.holds(plan):
+            link.post(Kind.BUSY, {"key": key.pack(), "reason": ""})
+        elif plan is not None:
             self.worker.on_forward(link, frame, plan)
             if not self.worker.core.is_settled:
                 self.check_ready()

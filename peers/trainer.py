@@ -26,6 +26,7 @@ from peers.link import Link
 from peers.links import Links
 from peers.membership import Membership, View
 from peers.payloads import BatchFormat
+from peers.priors import Priors
 from peers.progress import Progress
 from peers.questions import Questions
 from peers.recovery import Recovery
@@ -67,6 +68,7 @@ class Trainer:
         view: View,
         on_snapshot: Callable[[int, str], None],
         note: Callable[[str], None],
+        priors: Priors | None = None,
         trace_ledger: Path | None = None,
     ) -> None:
         self.manifest, self.stage, self.stages = manifest, stage, manifest.model.stages
@@ -84,6 +86,7 @@ class Trainer:
             files=files,
             tasks=tasks,
             is_voting=lambda: self.is_voting,
+            priors=priors,
         )
         self._on_snapshot, self._note = on_snapshot, note
         self._gate = Gate(

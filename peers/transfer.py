@@ -8,6 +8,7 @@ do not match, or that does not know the file, is not asked again; one that is bu
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import time
 from collections import deque
@@ -30,6 +31,7 @@ __all__ = [
     "FileServer",
     "TransferError",
     "fetch_artifact",
+    "fetch_by_hash",
     "fetch_manifest",
     "fetch_snapshot",
     "snapshot_name",
@@ -139,8 +141,51 @@ async def fetch_snapshot(
     return await transfer.run(holders)
 
 
+async def fetch_by_hash(
+    p2p: P2P,
+    holders: Holders,
+    run_id: str,
+    name: str,
+    sha256: str,
+    target: Path,
+    *,
+    deadline_idle_s: float = LIMITS.fetch_idle_s,
+    traffic: Traffic | None = None,
+    limit_bytes: int = LIMITS.artifact_bytes,
+) -> Path:
+    """Fetch a file of which only name and hash (hex) are known to `target`; returns `target`.
+
+    Holders whose own hash list is of another file are not asked again. Raises TransferError as `fetch_artifact`
+    does; what was fetched under a list that lies about the whole file's hash is deleted first.
+    """
+    transfer = _Transfer(p2p, run_id, name, target, deadline_idle_s, traffic, None, limit_bytes)
+    transfer.expected = sha256
+    try:
+        if await asyncio.to_thread(_is_file_of, target, sha256):
+            return target
+        holder = await transfer.run(holders)
+        if not await asyncio.to_thread(_is_file_of, target, sha256):
+            await asyncio.to_thread(target.unlink)
+            raise TransferError(f"what was fetched as {name} is another file", {holder: "its hash list lies"})
+    except OSError as error:
+        raise TransferError(f"cannot read {target}: {error.strerror or error}") from error
+    return target
+
+
+def _is_file_of(path: Path, sha256: str) -> bool:
+    """Whether there is a file with this hash. Raises OSError if there is one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except FileNotFoundError:
+        return False
+
+
 class _Transfer:
-    """One file on its way. fixed: its hashes if the manifest names them, else each holder's are asked for."""
+    """One file on its way. fixed: its hashes if the manifest names them, else each holder's are asked for.
+
+    expected: hash of the whole file, where that is known.
+    """
 
     def __init__(
         self,
@@ -154,6 +199,7 @@ class _Transfer:
         limit_bytes: int,
     ) -> None:
         self.fixed: Artifact | None = None
+        self.expected: str | None = None
         self._p2p, self._run_id, self._name, self._target = p2p, run_id, name, target
         self._idle_s, self._traffic, self._progress = idle_s, traffic, progress
         self._limit_bytes = limit_bytes
@@ -261,6 +307,8 @@ class _Transfer:
         if artifact.name != self._name or artifact.nbytes > self._limit_bytes:
             cause = f"it offers {artifact.name} of {artifact.nbytes} bytes (limit {self._limit_bytes})"
             raise HolderError(cause, is_final=True)
+        if self.expected not in (None, artifact.sha256):
+            raise HolderError(f"its copy has another hash: {artifact.sha256[:12]}", is_final=True)
         return artifact
 
     async def _pull(self, peer: str, artifact: Artifact, queue: deque[list[int]], *, is_extra: bool) -> None:

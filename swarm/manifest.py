@@ -99,6 +99,27 @@ class ModelSection(BaseModel):
         return int(self.config["hidden_size"])
 
 
+class AnchorSection(BaseModel):
+    """The anchor circuit: whose priors count, and how they are made.
+
+    peers: peer ids of the anchors that the owner names; of two priors of one version the first in this order
+    counts. microbatches: how many are passed unmasked through a snapshot for one prior.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    peers: tuple[Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,64}$")], ...] = Field(
+        default=(), max_length=32
+    )
+    microbatches: int = Field(default=8, ge=1, le=1024)
+
+    @model_validator(mode="after")
+    def _every_anchor_once(self) -> Self:
+        if len(set(self.peers)) != len(self.peers):
+            raise ValueError("an anchor is named twice")
+        return self
+
+
 class RunManifest(BaseModel):
     """Everything a run fixes. Two peers with the same manifest train together."""
 
@@ -121,6 +142,7 @@ class RunManifest(BaseModel):
     min_replicas: int = Field(default=1, ge=1, le=256)
     snapshot_every: int = Field(default=20, ge=1)
     early_snapshots: tuple[int, ...] = (5, 10)
+    anchors: AnchorSection = AnchorSection()
     artifacts: tuple[Artifact, ...] = ()
     signature: str = ""
 

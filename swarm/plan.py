@@ -8,6 +8,7 @@ who runs a slot: that is an assignment, changed later without changing any key.
 from __future__ import annotations
 
 import hashlib
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
@@ -19,9 +20,12 @@ MAX_SLOTS = 256
 """Slots of one step: one per source, so this bounds the sources of a run."""
 MAX_SAMPLES_PER_STEP = 65_536
 MAX_ROSTER = 256
+MAX_PRIOR_VERSION = 2**31
 
 PeerId = str
 Hash = str
+
+_PRIOR_HASH = re.compile(r"(?:[0-9a-f]{64})?")
 
 
 class MicrobatchKey(BaseModel):
@@ -71,6 +75,9 @@ class Plan(BaseModel):
     attempt counts the rounds of stage 0 that tried to commit a plan for this step: a peer that is shown a
     later attempt drops what it accumulated under an earlier one. group is the id of the stage-0 group that
     committed the plan (the proposal's own id for the first plan of a start).
+
+    prior_versions, prior_hashes: the prior in force at every boundary: how often it has changed, and the sha256
+    (hex) of its file; version 0 with hash "" is the run's initial prior. A version never stands for two hashes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -81,6 +88,7 @@ class Plan(BaseModel):
     rows_per_microbatch: int = Field(ge=1, le=4096)
     slots: tuple[Slot, ...] = Field(min_length=1, max_length=MAX_SLOTS)
     prior_versions: tuple[int, ...] = Field(max_length=MAX_SLOTS)
+    prior_hashes: tuple[str, ...] = Field(max_length=MAX_SLOTS)
     is_last: bool = False
     keep_snapshot: bool = False
     _digest: str = PrivateAttr(default="")
@@ -91,6 +99,13 @@ class Plan(BaseModel):
             raise ValueError("slots must be numbered 0, 1, 2, ... in order")
         if sum(len(slot.samples) for slot in self.slots) > MAX_SAMPLES_PER_STEP:
             raise ValueError(f"a step has at most {MAX_SAMPLES_PER_STEP} samples")
+        if len(self.prior_hashes) != len(self.prior_versions):
+            raise ValueError(f"{len(self.prior_versions)} prior versions, {len(self.prior_hashes)} hashes")
+        for version, name in zip(self.prior_versions, self.prior_hashes, strict=True):
+            if not 0 <= version <= MAX_PRIOR_VERSION or not _PRIOR_HASH.fullmatch(name):
+                raise ValueError(f"prior version {version} with hash {name[:70]!r}")
+            if (version == 0) != (name == ""):
+                raise ValueError(f"prior version {version} with hash {name!r}: version 0 is the initial one")
         return self
 
     def digest(self) -> Hash:
@@ -111,6 +126,7 @@ class Plan(BaseModel):
                     data["rows_per_microbatch"],
                     [list(slot["samples"]) for slot in data["slots"]],
                     list(data["prior_versions"]),
+                    list(data["prior_hashes"]),
                     data["is_last"],
                     data["keep_snapshot"],
                 ]
@@ -121,10 +137,13 @@ class Plan(BaseModel):
     def from_bytes(cls, data: bytes) -> Self:
         """Parse `to_bytes`. Raises ValueError on anything else."""
         try:
-            step, attempt, group, rows, slots, priors, is_last, keep = msgpack.unpackb(data)
+            step, attempt, group, rows, slots, versions, hashes, is_last, keep = msgpack.unpackb(data)
             # Before pydantic looks: it would describe each of a million bad samples in its message.
-            if len(slots) > MAX_SLOTS or len(priors) > MAX_SLOTS:
-                raise ValueError(f"{len(slots)} slots and {len(priors)} priors, at most {MAX_SLOTS}")
+            if max(len(slots), len(versions), len(hashes)) > MAX_SLOTS:
+                raise ValueError(
+                    f"{len(slots)} slots, {len(versions)} prior versions and {len(hashes)} hashes, "
+                    f"at most {MAX_SLOTS}"
+                )
             if sum(len(samples) for samples in slots) > MAX_SAMPLES_PER_STEP:
                 raise ValueError(f"a step has at most {MAX_SAMPLES_PER_STEP} samples")
             return cls(
@@ -133,7 +152,8 @@ class Plan(BaseModel):
                 group=group,
                 rows_per_microbatch=rows,
                 slots=tuple(Slot(number=i, samples=tuple(samples)) for i, samples in enumerate(slots)),
-                prior_versions=tuple(priors),
+                prior_versions=tuple(versions),
+                prior_hashes=tuple(hashes),
                 is_last=is_last,
                 keep_snapshot=keep,
             )

@@ -24,7 +24,7 @@ from swarm.data.dataset import PackedDataset
 from swarm.data.order import samples_from_far_end
 from swarm.data.pack import PackProgress, pack
 from swarm.gradient.values import AveragingConfig
-from swarm.manifest import Artifact, ModelSection, RunManifest, create_owner_key
+from swarm.manifest import AnchorSection, Artifact, ModelSection, RunManifest, create_owner_key
 from swarm.model.cut import check_cuts, equal_cost_cuts
 from swarm.model.export import split_checkpoint
 from swarm.model.plan import require_pipeline_plan
@@ -91,6 +91,16 @@ def optimizer_config(options: RunOptions) -> OptimizerConfig:
         raise _refused(error) from error
 
 
+def anchor_section(options: RunOptions, codec: AnyCodec) -> AnchorSection:
+    """The run's anchors. Raises UserError."""
+    if options.anchor_peers and not isinstance(codec, BasisConfig):
+        raise UserError(f"--anchor-peers: codec {codec.name} has no priors; use --codec basis")
+    try:
+        return AnchorSection(peers=options.anchor_peers, microbatches=options.anchor_microbatches)
+    except ValidationError as error:
+        raise _refused(error) from error
+
+
 def data_config(options: RunOptions) -> DataConfig:
     """The data recipe of the options. Raises UserError."""
     try:
@@ -115,6 +125,7 @@ def build_run(options: RunOptions, run_dir: Path, progress: Progress | None = No
     quiet_transformers()
     show: Progress = progress if progress is not None else lambda *_: None
     codec, optimizer, data = codec_config(options), optimizer_config(options), data_config(options)
+    anchors = anchor_section(options, codec)
     _check_counts(options)
     check_target(run_dir)
     if options.threads is not None:
@@ -128,7 +139,7 @@ def build_run(options: RunOptions, run_dir: Path, progress: Progress | None = No
             f"{partial} exists: another init is making this run, or one was killed; in that case remove it"
         ) from error
     try:
-        manifest = _build(options, run_dir.name, partial, codec, optimizer, data, show)
+        manifest = _build(options, run_dir.name, partial, codec, optimizer, data, anchors, show)
         if run_dir.exists():
             run_dir.rmdir()  # empty: check_target saw to it, and rmdir refuses anything else
         partial.rename(run_dir)
@@ -145,6 +156,7 @@ def _build(
     codec: AnyCodec,
     optimizer: OptimizerConfig,
     data: DataConfig,
+    anchors: AnchorSection,
     show: Progress,
 ) -> RunManifest:
     artifacts = target / ARTIFACTS
@@ -207,6 +219,7 @@ def _build(
             optimizer=optimizer,
             min_replicas=options.replicas,
             snapshot_every=options.snapshot_every,
+            anchors=anchors,
             artifacts=tuple(described),
         ).signed(key)
     except ValidationError as error:

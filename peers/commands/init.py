@@ -139,6 +139,13 @@ class RunOptions(CommandOptions):
     weights: Literal["auto", "bf16", "fp32"] = "auto"
     """Number format of the initial weights that peers fetch; auto keeps the model's own."""
 
+    anchor_peers: tuple[str, ...] = ()
+    """Peer ids of the run's anchors, which publish priors while it trains (`swarm-peer identity` makes one). Of two
+    anchors' priors for one step, that of the first named here counts."""
+
+    anchor_microbatches: int = 8
+    """Microbatches an anchor passes unmasked through a snapshot for one set of priors."""
+
     snapshot_every: int = 20
     """Steps between two snapshots that peers keep and serve."""
 

@@ -17,6 +17,7 @@ fetched is verified against the owner's signature and kept for the next time.
 Examples:
   swarm-peer join --stage 2 --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/Qm...
   swarm-peer join --stage 0 --initial-peers ADDRESS_A ADDRESS_B --threads 4 --identity ~/.swarm-peer/key
+  swarm-peer join --anchor --stage all --initial-peers ADDRESS --identity anchor.key
   swarm-peer join --stage 1 --initial-peers ADDRESS --announce /ip4/198.51.100.7/tcp/4001 --listen /ip4/0.0.0.0/tcp/4001
 
 Ctrl+C hands back the work and leaves; a second Ctrl+C leaves at once.
@@ -70,10 +71,14 @@ class PeerOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions(PeerOptions):
-    """Hold one stage of a run and train."""
+    """Hold one stage of a run and train, or be one of its anchors."""
 
     stage: str
-    """The stage to hold, counted from 0; `auto` takes the one with the fewest peers."""
+    """The stage to hold, counted from 0; `auto` takes the one with the fewest peers; `all` with --anchor."""
+
+    anchor: bool = False
+    """Be an anchor instead: pass microbatches unmasked through snapshots of all stages and publish the priors that
+    make the codec better. The run's owner must have named this peer's id (`swarm-peer identity`)."""
 
     run: str | None = None
     """Id of the run; without it, the run of the initial peer that answers."""
@@ -110,6 +115,8 @@ def parse_stage(text: str) -> int | Literal["auto"]:
     """The stage of --stage. Raises UserError for ranges and anything that is no count."""
     if text == "auto":
         return "auto"
+    if text == "all":
+        raise UserError("--stage all is for anchors: add --anchor, or give one stage")
     if re.fullmatch(r"\d+-\d+", text):
         raise UserError(
             f"--stage {text}: a stage peer holds one stage: give one number, or `auto` for the stage with the "
@@ -122,7 +129,9 @@ def parse_stage(text: str) -> int | Literal["auto"]:
 
 def peer_config(options: JoinOptions) -> PeerConfig:
     """The peer's settings. Raises UserError for a value no peer can run with."""
-    stage = parse_stage(options.stage)
+    stage = None if options.anchor else parse_stage(options.stage)
+    if options.anchor and options.stage != "all":
+        raise UserError(f"--anchor --stage {options.stage}: an anchor holds all stages: give --stage all")
     if not options.initial_peers:
         raise UserError(
             "--initial-peers is missing: give the address that `swarm-peer seed` printed, or that of any peer "
@@ -139,6 +148,7 @@ def peer_config(options: JoinOptions) -> PeerConfig:
         raise UserError(f"--run {options.run!r} is no run id: 40 hexadecimal digits, as `init` printed them")
     return PeerConfig(
         stage=stage,
+        is_anchor=options.anchor,
         initial_peers=options.initial_peers,
         run=options.run,
         run_dir=expanded(options.run_dir),

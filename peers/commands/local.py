@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from peers.config import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from peers.commands.init import Progress
     from peers.commands.swarm_table import SwarmTable
     from peers.local import LocalSwarm, SwarmOutcome
     from peers.zygote import Zygote
@@ -44,12 +46,19 @@ Ctrl+C ends every peer within ten seconds; a second Ctrl+C at once. Logs: RUN_DI
 """
 
 
+ANCHOR_KEYS = "anchors"
+"""Folder of the anchors' keys in RUN_DIR."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions(RunOptions):
     """A whole swarm on this machine. If RUN_DIR holds a run, its options must not contradict it."""
 
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run's folder; made if it does not exist."""
+
+    anchors: int = 0
+    """Anchors beside the stage peers, each with all stages; a run that exists has the anchors it was made with."""
 
     peer_threads: int | None = None
     """Torch threads of each peer; without it, cores shared out among the peers, at least 1."""
@@ -94,6 +103,10 @@ def check_options(options: LocalOptions) -> None:
     if options.peer_threads is not None and options.peer_threads < 1:
         raise UserError(f"--peer-threads {options.peer_threads}: at least 1 is needed")
     check_caps(options.max_upload_mbps, options.max_download_mbps)
+    if options.anchors < 0:
+        raise UserError(f"--anchors {options.anchors}: must not be negative")
+    if options.anchors and options.anchor_peers:
+        raise UserError("--anchors makes the anchors' keys itself: leave --anchor-peers out")
     if options.eval_samples < 0:
         raise UserError(f"--eval-samples {options.eval_samples}: must not be negative")
     if not (run_dir / "manifest.yaml").exists():
@@ -154,6 +167,23 @@ def run(options: LocalOptions) -> int:
         zygote.close()
 
 
+def create_with_anchors(options: LocalOptions, run_dir: Path, progress: Progress) -> RunManifest:
+    """Make the run; its anchors' keys are made first, since the manifest names them, and kept in its folder."""
+    from dht.identity import Identity
+
+    with tempfile.TemporaryDirectory(prefix="swarm-peer-keys-") as folder:
+        peers: list[str] = []
+        for number in range(options.anchors):
+            identity = Identity.load_or_create(Path(folder) / f"anchor-{number}.key")
+            peers.append(identity.peer_id)
+            identity.close()
+        manifest = create_run(dataclasses.replace(options, anchor_peers=tuple(peers)), run_dir, progress)
+        if peers:
+            shutil.copytree(folder, run_dir / ANCHOR_KEYS, ignore=shutil.ignore_patterns("*.lock"))
+            (run_dir / ANCHOR_KEYS).chmod(0o700)
+    return manifest
+
+
 def fork_zygote() -> Zygote:
     """Import what peers need, then fork the process that will fork them."""
     # numpy's BLAS starts threads when it is imported, and a process with threads must not be forked.
@@ -197,15 +227,21 @@ def _run(options: LocalOptions, zygote: Zygote) -> int:
             shutil.rmtree(run_dir / name, ignore_errors=True)
     else:
         with timed(seconds, "init"), phases(console) as progress:
-            manifest = create_run(options, run_dir, progress)
+            manifest = create_with_anchors(options, run_dir, progress)
         print_run(console, manifest, run_dir)
+    keys = sorted((run_dir / ANCHOR_KEYS).glob("*.key"))
+    if options.anchors > len(keys):
+        raise UserError(
+            f"--anchors {options.anchors}: {run_dir} holds the keys of {len(keys)} anchors; a run's anchors are named "
+            f"when it is made"
+        )
 
     replicas = max(options.replicas, manifest.min_replicas)
     threads = options.peer_threads or max(1, (os.cpu_count() or 1) // (replicas * manifest.model.stages))
     swarm = LocalSwarm(zygote, run_dir, manifest.model.stages, manifest.total_steps)
     swarm.caps_mbps = (options.max_upload_mbps, options.max_download_mbps)
     with SwarmTable(console, manifest) as table:
-        outcome = _train(swarm, manifest, replicas, threads, table, seconds)
+        outcome = _train(swarm, manifest, replicas, threads, keys[: options.anchors], table, seconds)
     if outcome.was_interrupted:
         console.print("interrupted: every peer has ended")
         return 130
@@ -221,6 +257,7 @@ def _train(
     manifest: RunManifest,
     replicas: int,
     threads: int,
+    anchor_keys: list[Path],
     table: SwarmTable,
     seconds: dict[str, float],
 ) -> SwarmOutcome:
@@ -233,6 +270,7 @@ def _train(
             with timed(seconds, "start"):
                 address = swarm.start_seed(table.show)
                 swarm.start_stage_peers(address, manifest.run_id, replicas, threads)
+                swarm.start_anchors(address, manifest.run_id, anchor_keys, threads)
             with timed(seconds, "swarm"):
                 outcome = swarm.train(table.show)
         except KeyboardInterrupt:

@@ -82,7 +82,7 @@ def render(swarm: Mapping[str, Any]) -> RenderableType:
     for peer in swarm["peers"]:
         table.add_row(
             peer["peer_id"][-8:],
-            "seed" if peer["stage"] is None else str(peer["stage"]),
+            peer["role"] if peer["stage"] is None else str(peer["stage"]),
             peer["state"],
             "-" if peer["stage"] is None else str(peer["step"]),
             number(peer["loss"], "{:.4f}"),

@@ -49,16 +49,25 @@ class CodecKey:
     step: training step (keys the random masks).
     sample_ids: int64 [B].
     document_starts: bool [B, T].
+    priors: hash of the prior in force at every boundary of the run, "" for the run's initial one; empty where
+        the initial ones are in force everywhere.
     """
 
     step: int
     sample_ids: Tensor
     document_starts: Tensor
+    priors: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, batch: Batch, step: int) -> CodecKey:
-        """The key of a batch at a step."""
-        return cls(step=step, sample_ids=batch.sample_ids, document_starts=batch.document_starts)
+    def of(cls, batch: Batch, step: int, priors: tuple[str, ...] = ()) -> CodecKey:
+        """The key of a batch at a step whose plan names these priors."""
+        return cls(
+            step=step, sample_ids=batch.sample_ids, document_starts=batch.document_starts, priors=priors
+        )
+
+    def prior(self, boundary: int) -> str:
+        """Hash of the prior in force at a boundary, "" for the initial one."""
+        return self.priors[boundary] if self.priors else ""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -53,6 +53,7 @@ PLAN = Plan(
     rows_per_microbatch=2,
     slots=(Slot(number=0, samples=(1, 2, 3, 4)), Slot(number=1, samples=(5, 6))),
     prior_versions=(0, 0),
+    prior_hashes=("", ""),
 )
 KEY = MicrobatchKey(step=3, plan=PLAN.digest(), slot=0, microbatch=1)
 FORM = BatchFormat(sequence_length=16, vocabulary_size=64)

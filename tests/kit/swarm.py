@@ -170,7 +170,7 @@ class Swarm:
         self.address = next((a for a in addresses if "/127.0.0.1/" not in a), addresses[0])
         return member
 
-    def join(self, stage: int, name: str, netns: str | None = None, **settings: Any) -> Member:
+    def join(self, stage: int | None, name: str, netns: str | None = None, **settings: Any) -> Member:
         """Start a stage peer that knows nothing but the seed's address. netns: its network namespace."""
         folder = self.folder / name
         values: dict[str, Any] = {

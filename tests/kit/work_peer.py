@@ -33,6 +33,7 @@ def plan_of(step: int, slots: int) -> Plan:
         rows_per_microbatch=1,
         slots=tuple(Slot(number=number, samples=ids) for number, ids in enumerate(samples)),
         prior_versions=(),
+        prior_hashes=(),
     )
 
 

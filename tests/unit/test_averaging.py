@@ -25,6 +25,7 @@ PLAN = Plan(
     rows_per_microbatch=1,
     slots=(Slot(number=0, samples=(0, 1)),),
     prior_versions=(),
+    prior_hashes=(),
 )
 KEYS = compact(PLAN.keys())
 

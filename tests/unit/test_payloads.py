@@ -22,6 +22,7 @@ PLAN = Plan(
     rows_per_microbatch=2,
     slots=(Slot(number=0, samples=(11, 12, 13)),),
     prior_versions=(),
+    prior_hashes=(),
 )
 
 

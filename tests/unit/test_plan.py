@@ -19,6 +19,7 @@ def plan(**changes: object) -> Plan:
         "rows_per_microbatch": 2,
         "slots": (Slot(number=0, samples=(4, 5, 6)), Slot(number=1, samples=(7, 8))),
         "prior_versions": (0, 1),
+        "prior_hashes": ("", DIGEST),
     }
     return Plan(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -38,6 +39,7 @@ def test_plan_survives_the_wire_with_its_hash() -> None:
         {"slots": (Slot(number=0, samples=(4, 5, 6, 7, 8)),)},
         {"slots": (Slot(number=0, samples=(4, 5, 6)), Slot(number=1, samples=(8, 7)))},
         {"prior_versions": (0, 2)},
+        {"prior_hashes": ("", "b" * 64)},
         {"is_last": True},
         {"keep_snapshot": True},
     ],
@@ -70,7 +72,23 @@ values = st.recursive(
 )
 
 
-@given(st.lists(values, min_size=8, max_size=8), st.integers(0, 8))
+@pytest.mark.parametrize(
+    ("versions", "hashes"),
+    [
+        ((0,), ("", "")),
+        ((0, 0), ("", DIGEST)),
+        ((0, 1), ("", "")),
+        ((0, -1), ("", DIGEST)),
+        ((0, 1), ("", "x" * 64)),
+        ((0, 1), ("", "a" * 65)),
+    ],
+)
+def test_prior_is_version_and_hash_together(versions: tuple[int, ...], hashes: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="prior version"):
+        plan(prior_versions=versions, prior_hashes=hashes)
+
+
+@given(st.lists(values, min_size=9, max_size=9), st.integers(0, 9))
 def test_well_formed_msgpack_of_the_wrong_types_is_no_plan(fields: list[object], keep: int) -> None:
     good = msgpack.unpackb(plan().to_bytes())
     data = msgpack.packb([*good[:keep], *fields[keep:]])

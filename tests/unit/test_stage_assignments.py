@@ -15,6 +15,7 @@ PLAN = Plan(
     rows_per_microbatch=1,
     slots=tuple(Slot(number=number, samples=(number,)) for number in range(3)),
     prior_versions=(),
+    prior_hashes=(),
 )
 
 

@@ -31,6 +31,7 @@ PLAN = Plan(
     rows_per_microbatch=1,
     slots=(Slot(number=0, samples=(0,)),),
     prior_versions=(),
+    prior_hashes=(),
 )
 (KEY,) = PLAN.keys()
 

@@ -26,6 +26,7 @@ PLAN = Plan(
     rows_per_microbatch=1,
     slots=(Slot(number=0, samples=(0, 1)),),
     prior_versions=(),
+    prior_hashes=(),
 )
 FIRST, SECOND = PLAN.keys()
 

@@ -36,6 +36,7 @@ def plan_of(step: int, attempt: int = 0) -> Plan:
         rows_per_microbatch=1,
         slots=(Slot(number=0, samples=(0, 1, 2)),),
         prior_versions=(),
+        prior_hashes=(),
     )
 
 

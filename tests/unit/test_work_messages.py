@@ -18,6 +18,7 @@ PLAN = Plan(
     rows_per_microbatch=2,
     slots=(Slot(number=0, samples=(0, 1, 2)), Slot(number=1, samples=(3, 4))),
     prior_versions=(),
+    prior_hashes=(),
 )
 
 

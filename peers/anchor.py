@@ -1,0 +1,265 @@
+"""The anchor role of a peer: pull a snapshot, pass microbatches through it unmasked, publish the priors.
+
+Nobody waits for an anchor. It looks for the newest version that every stage serves, and when that is newer than
+its last pass, fetches it at low priority, fits the prior of every boundary and offers the files. Lives in the
+communication loop; torch works on the compute thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2P
+from safetensors.torch import save
+
+from dht.identity import Identity
+from dht.noticeboard import Noticeboard
+from dht.records import PriorRecord
+from peers.anchor_figures import AnchorFigures
+from peers.announcer import Announcer
+from peers.catchup import STATE_BYTES_PER_WEIGHT, STATE_HEAD_BYTES
+from peers.checkpoint import CheckpointError, CheckpointStore
+from peers.compute import compute_dtype, model_config
+from peers.config import PeerConfig, UserError
+from peers.engine import Engine, JobPriority
+from peers.fileserver import FileServer
+from peers.heap import settle
+from peers.lifecycle import Lifecycle
+from peers.priors import prior_file_name, write_prior
+from peers.reporting import Reporter
+from peers.run_files import RunFiles, stage_name
+from peers.status import StatusBoard
+from peers.torch_compute import WEIGHT
+from peers.traffic import Traffic
+from peers.transfer import TransferError, fetch_snapshot
+from swarm.activation.config import BasisConfig
+from swarm.activation.fit import fit_basis_prior
+from swarm.anchor.passes import AnchorModel
+from swarm.data.order import samples_from_far_end
+from swarm.manifest import RunManifest
+from swarm.model.stage import build_stage
+
+logger = logging.getLogger("swarm_peer.anchor")
+LOOK_S = 0.5
+"""Between two looks at what the stages serve."""
+PUBLISH_S = 5.0
+KEPT_PASSES = 4
+"""Passes whose priors stay on offer: of those that plans may still name."""
+
+
+class AnchorPeer:
+    """An anchor of one run, for all of its stages.
+
+    Raises UserError from `run` if the run has no priors to make, or its owner has not named this peer.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: PeerConfig,
+        manifest: RunManifest,
+        identity: Identity,
+        p2p: P2P,
+        board: Noticeboard,
+        announcer: Announcer,
+        files: RunFiles,
+        server: FileServer,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        traffic: Traffic,
+        status: StatusBoard,
+        reporter: Reporter,
+        addresses: tuple[str, ...],
+    ) -> None:
+        self.figures = status.anchor = AnchorFigures()
+        self._config, self._manifest, self._identity = config, manifest, identity
+        self._p2p, self._board, self._announcer = p2p, board, announcer
+        self._files, self._server, self._engine = files, server, engine
+        self._lifecycle, self._traffic = lifecycle, traffic
+        self._reporter, self._addresses = reporter, addresses
+        self._note: Callable[[str], None] = reporter.note
+        self._offered: list[list[tuple[str, Path]]] = []
+        # A folder of its own: on one machine several peers may share the run's.
+        self._directory = config.checkpoint_dir or files.directory / "checkpoints" / identity.peer_id[-8:]
+        self._model: AnchorModel
+        self._numels: list[int] = []
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        codec = self._manifest.codec
+        if not isinstance(codec, BasisConfig):
+            raise UserError(
+                f"run {self._manifest.name!r} uses codec {codec.name}, which needs no anchor: join a stage"
+            )
+        if self._identity.peer_id not in self._manifest.anchors.peers:
+            raise UserError(
+                f"the owner of run {self._manifest.name!r} has not named {self._identity.peer_id} as an anchor: "
+                f"its priors would be refused. The owner names anchors with `swarm-peer init --anchor-peers`"
+            )
+        self._lifecycle.go("syncing")
+        await self._announcer.publish()
+        await self._prepare()
+        store = await asyncio.to_thread(CheckpointStore, self._directory, 1)
+        settle()
+        self._lifecycle.go("online")
+        self._reporter.ready(self._addresses, self._manifest.model.stages)
+        self._note("online as an anchor; waiting for a snapshot of every stage")
+        published = float("-inf")
+        while True:
+            if time.monotonic() - published > PUBLISH_S:
+                published = time.monotonic()
+                await self._announcer.publish()
+            version = self._newest()
+            if version is not None and version > (self.figures.version or 0):
+                try:
+                    await self._pass(version, store, codec)
+                except (TransferError, CheckpointError, ValueError) as error:
+                    self.figures.failed += 1
+                    self._note(f"warning: no priors of version {version}: {error}")
+                    await asyncio.sleep(PUBLISH_S)
+                published = float("-inf")
+            await asyncio.sleep(LOOK_S)
+
+    async def _prepare(self) -> None:
+        """Fetch the initial state of every stage and build them on the compute thread."""
+        manifest = self._manifest
+        for stage in range(manifest.model.stages):
+            artifact = manifest.artifact(stage_name(stage))
+            self._note(f"getting {artifact.name} ({artifact.nbytes / 1e6:.1f} MB)")
+            await self._files.ensure(artifact.name)
+
+        def build() -> AnchorModel:
+            config = model_config(manifest)
+            stages = [
+                build_stage(
+                    config,
+                    manifest.model.cuts,
+                    stage,
+                    dtype=compute_dtype(manifest),
+                    device=self._config.device,
+                    tensors=self._files.artifacts / stage_name(stage),
+                    freeze=frozenset(manifest.model.freeze),
+                )
+                for stage in range(manifest.model.stages)
+            ]
+            self._numels = [stage.trainable_set.numel for stage in stages]
+            return AnchorModel(stages)
+
+        self._note("loading all stages")
+        self._model = await self._engine.submit(JobPriority.ROUND, build)
+
+    def _donors(self, stage: int) -> dict[str, tuple[int, ...]]:
+        return {
+            peer: record.versions
+            for peer, record in self._board.view().items()
+            if record.stage == stage and record.state == "online"
+        }
+
+    def _newest(self) -> int | None:
+        """The newest version that every stage says it serves."""
+        common: set[int] | None = None
+        for stage in range(self._manifest.model.stages):
+            served = {version for versions in self._donors(stage).values() for version in versions}
+            common = served if common is None else common & served
+        return max((version for version in common or () if version > 0), default=None)
+
+    # -- a pass ------------------------------------------------------------------------------------------
+
+    async def _pass(self, version: int, store: CheckpointStore, codec: BasisConfig) -> None:
+        """Priors of one version, from fetching it to offering them."""
+        began = time.monotonic()
+        for stage in range(self._manifest.model.stages):
+            await self._load(version, stage, store)
+        fetched = time.monotonic()
+        samples = self._samples(version)
+        await self._files.ensure_samples(samples)
+        rows = self._manifest.rows_per_microbatch
+        dataset = self._files.dataset()
+
+        def fit() -> list[bytes]:
+            batches = [dataset.batch(samples[i : i + rows]) for i in range(0, len(samples), rows)]
+            boundaries = self._model.boundary_samples(batches, codec.calibration_tokens, seed=version)
+            return [
+                save(
+                    fit_basis_prior(found.hidden, found.gradient, found.offsets, codec),
+                    metadata={"boundary": str(boundary), "step": str(version)},
+                )
+                for boundary, found in enumerate(boundaries)
+            ]
+
+        priors = await self._engine.submit(JobPriority.ROUND, fit)
+        await self._offer(version, priors)
+        figures = self.figures
+        figures.passes, figures.version = figures.passes + 1, version
+        figures.fetch_s, figures.fit_s = fetched - began, time.monotonic() - fetched
+        figures.prior_bytes = sum(map(len, priors))
+        self._note(
+            f"priors of version {version}: {figures.prior_bytes / 1e6:.1f} MB, fetched in "
+            f"{figures.fetch_s:.1f} s, fitted in {figures.fit_s:.1f} s"
+        )
+
+    async def _load(self, version: int, stage: int, store: CheckpointStore) -> None:
+        """Fetch a stage's snapshot and take its weights. Raises TransferError, CheckpointError, ValueError."""
+        run_id = self._manifest.run_id
+        path = store.path(version, stage, run_id)
+        donors = self._donors(stage)
+        holders = sorted(donors, key=lambda peer: version not in donors[peer])
+        limit = STATE_BYTES_PER_WEIGHT * self._numels[stage] + STATE_HEAD_BYTES
+        await fetch_snapshot(
+            self._p2p, holders, run_id, version, stage, path, traffic=self._traffic, limit_bytes=limit
+        )
+        checkpoint = await asyncio.to_thread(store.load, stage, run_id, version)
+        if checkpoint is None:
+            raise CheckpointError(f"version {version} of stage {stage} is damaged")
+        weights: dict[str, Any] = {
+            name.removeprefix(WEIGHT): tensor
+            for name, tensor in checkpoint.tensors.items()
+            if name.startswith(WEIGHT)
+        }
+        await self._engine.submit(JobPriority.ROUND, self._model.load, stage, weights)
+        del checkpoint, weights
+        with suppress(OSError):  # the weights are in memory: nobody else needs the file
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    def _samples(self, version: int) -> list[int]:
+        """Samples of a pass: equal at every anchor, other ones in every pass, the last that training reaches."""
+        manifest = self._manifest
+        count = manifest.anchors.microbatches * manifest.rows_per_microbatch
+        number = sum(manifest.keeps_snapshot(step) for step in range(version))
+        codec = manifest.codec
+        calibration = codec.calibration_microbatches if isinstance(codec, BasisConfig) else 0
+        skip = calibration * manifest.rows_per_microbatch + number * count
+        return samples_from_far_end(manifest.seed, manifest.data.train_samples, count, skip=skip)
+
+    async def _offer(self, version: int, priors: list[bytes]) -> None:
+        """Keep the files, serve them and say so."""
+        run_id = self._manifest.run_id
+        offered: list[tuple[str, Path]] = []
+        for boundary, data in enumerate(priors):
+            sha256, path = await asyncio.to_thread(write_prior, self._directory / "priors", boundary, data)
+            name = prior_file_name(boundary, sha256)
+            self._server.register(name, path, run_id)
+            offered.append((name, path))
+            await self._board.publish(
+                PriorRecord(
+                    run_id=run_id,
+                    peer_id=self._identity.peer_id,
+                    public_key=self._identity.public_key,
+                    incarnation=self._identity.incarnation,
+                    boundary=boundary,
+                    step=version,
+                    sha256=sha256,
+                    nbytes=len(data),
+                )
+            )
+        self._offered.append(offered)
+        for name, path in self._offered.pop(0) if len(self._offered) > KEPT_PASSES else ():
+            self._server.unregister(name, run_id)
+            with suppress(OSError):
+                await asyncio.to_thread(path.unlink)

@@ -1,0 +1,140 @@
+"""Which priors a peer knows of, and which one the next plan may name. Pure.
+
+An offer counts if an anchor that the owner named has signed it. Of two anchors' offers for one version of the
+weights the first in the manifest's order counts; the other is a counted conflict.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from dht.records import PRIOR_NAME_CHARACTERS
+from peers.planning import PriorRef
+
+KEPT_OFFERS = 8
+"""Newest offers per boundary that are remembered."""
+PATIENCE_S = 15.0
+"""A prior that not every peer of its two stages has fetched so long after it was first seen is named once half of
+them have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A prior that somebody says can be had. See `dht.records.PriorRecord`."""
+
+    publisher: str
+    boundary: int
+    step: int
+    sha256: str
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """How records name it."""
+        return self.sha256[:PRIOR_NAME_CHARACTERS]
+
+
+class PriorShelf:
+    """The offers one peer has seen.
+
+    anchors: peer ids in the manifest's order. boundaries: their number. limit_bytes: of one prior.
+    counters: offers refused, by reason (stranger, boundary, size), and conflicts, each offer once.
+    """
+
+    def __init__(self, anchors: Sequence[str], boundaries: int, limit_bytes: int) -> None:
+        self.counters: Counter[str] = Counter()
+        self._ranks = {peer: rank for rank, peer in enumerate(anchors)}
+        self._boundaries, self._limit_bytes = boundaries, limit_bytes
+        self._offers: list[dict[int, Offer]] = [{} for _ in range(boundaries)]
+        self._since: dict[str, float] = {}
+        self._judged: set[tuple[str, str]] = set()
+
+    def take(self, offer: Offer, now: float) -> str | None:
+        """Look at an offer. Returns "new" for one that counts from now on, the reason if it is refused, and None
+        for one that was seen before.
+        """
+        if (offer.publisher, offer.sha256) in self._judged:
+            return None
+        if len(self._judged) > 64 * KEPT_OFFERS * max(1, self._boundaries):
+            self._judged.clear()  # strangers' offers cost nothing
+        self._judged.add((offer.publisher, offer.sha256))
+        if self._is_known(offer):
+            return None
+        verdict = self._judge(offer)
+        if verdict != "new":
+            self.counters[verdict] += 1
+            return verdict
+        offers = self._offers[offer.boundary]
+        offers[offer.step] = offer
+        self._since.setdefault(offer.sha256, now)
+        while len(offers) > KEPT_OFFERS:
+            self._since.pop(offers.pop(min(offers)).sha256, None)
+        return verdict
+
+    def newest(self, boundary: int) -> Offer | None:
+        """The offer of the latest weights at a boundary."""
+        offers = self._offers[boundary]
+        return offers[max(offers)] if offers else None
+
+    def find(self, boundary: int, sha256: str) -> Offer | None:
+        """An offer by its hash."""
+        return next((offer for offer in self._offers[boundary].values() if offer.sha256 == sha256), None)
+
+    def choose(
+        self,
+        current: Sequence[PriorRef],
+        held: Mapping[str, Collection[str]],
+        rosters: Sequence[Collection[str]],
+        now: float,
+    ) -> tuple[PriorRef, ...]:
+        """The priors that the next plan names, given those of the plan in force, one per boundary.
+
+        held: names of the priors that each peer holds. rosters: the peers at work in each stage. A newer prior
+        is named once every peer of both its stages holds it, or after `PATIENCE_S` half of each.
+        """
+        return tuple(self._next(b, ref, held, rosters, now) for b, ref in enumerate(current))
+
+    def _next(
+        self,
+        boundary: int,
+        current: PriorRef,
+        held: Mapping[str, Collection[str]],
+        rosters: Sequence[Collection[str]],
+        now: float,
+    ) -> PriorRef:
+        before = self.find(boundary, current.sha256)
+        offers = self._offers[boundary]
+        for step in sorted(offers, reverse=True):
+            offer = offers[step]
+            if before is not None and step <= before.step:
+                break
+            is_late = now - self._since[offer.sha256] > PATIENCE_S
+            for stage in (boundary, boundary + 1):
+                peers = rosters[stage]
+                have = sum(offer.name in held.get(peer, ()) for peer in peers)
+                if not peers or (2 * have < len(peers) if is_late else have < len(peers)):
+                    break
+            else:
+                return current.next(offer.sha256)
+        return current
+
+    def _is_known(self, offer: Offer) -> bool:
+        return (
+            0 <= offer.boundary < self._boundaries and self._offers[offer.boundary].get(offer.step) == offer
+        )
+
+    def _judge(self, offer: Offer) -> str:
+        if offer.publisher not in self._ranks:
+            return "stranger"
+        if not 0 <= offer.boundary < self._boundaries:
+            return "boundary"
+        if offer.nbytes > self._limit_bytes:
+            return "size"
+        known = self._offers[offer.boundary].get(offer.step)
+        if known is not None and known.sha256 != offer.sha256:
+            if self._ranks[known.publisher] <= self._ranks[offer.publisher]:
+                return "conflict"
+            self.counters["conflict"] += 1
+        return "new"

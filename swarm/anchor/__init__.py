@@ -1,0 +1,1 @@
+"""The anchor circuit: unmasked passes, and the priors that are made of them."""

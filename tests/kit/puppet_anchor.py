@@ -1,0 +1,115 @@
+"""An anchor under a test's control: a real host, noticeboard and file server, and whatever priors the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import uvloop
+from safetensors.torch import load_file, save
+
+from dht.dial import connect_peer
+from dht.host import start_host, stop_host
+from dht.identity import Identity
+from dht.noticeboard import Noticeboard
+from dht.records import PriorRecord
+from peers.fileserver import FileServer
+from peers.priors import prior_file_name
+from peers.traffic import Traffic
+from swarm.manifest import RunManifest
+
+R = TypeVar("R")
+
+
+class PuppetAnchor:
+    """Use as a context manager. key: its identity's file. address: of a peer of the run."""
+
+    def __init__(self, key: Path, address: str, run_dir: Path, folder: Path) -> None:
+        self._key, self._address, self._folder = key, address, folder
+        self._manifest = RunManifest.load(run_dir / "manifest.yaml")
+        self._run_dir = run_dir
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._stack = AsyncExitStack()
+        self._board: Noticeboard
+        self._server: FileServer
+        self._identity: Identity
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
+        try:
+            self._do(self._start)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self._stack.aclose)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    def initial(self, boundary: int, step: int, **change: Any) -> bytes:
+        """A good prior of a step: the run's initial arrays under another name, some of them changed."""
+        arrays = load_file(self._run_dir / "artifacts" / f"prior-{boundary}.safetensors")
+        return save({**arrays, **change}, metadata={"boundary": str(boundary), "step": str(step)})
+
+    def offer(self, boundary: int, step: int, data: bytes, *, served: bytes | None = None) -> str:
+        """Say that a prior can be had here; served: other bytes that are given to who asks. Returns its hash."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        path = self._folder / f"{boundary}-{sha256}"
+        path.write_bytes(data if served is None else served)
+
+        async def publish() -> None:
+            self._server.register(prior_file_name(boundary, sha256), path, self._manifest.run_id)
+            await self._board.publish(
+                PriorRecord(
+                    run_id=self._manifest.run_id,
+                    peer_id=self._identity.peer_id,
+                    public_key=self._identity.public_key,
+                    incarnation=self._identity.incarnation,
+                    boundary=boundary,
+                    step=step,
+                    sha256=sha256,
+                    nbytes=len(data),
+                )
+            )
+
+        self._do(publish)
+        return sha256
+
+    async def _start(self) -> None:
+        identity = self._identity = Identity.load_or_create(self._key)
+        self._stack.callback(identity.close)
+        self._stack.enter_context(identity.lock())
+        p2p = await start_host(identity.path)
+        self._stack.push_async_callback(stop_host, p2p)
+        await connect_peer(p2p, self._address.rpartition("/")[2], [self._address], 10)
+        self._server = FileServer(p2p, Traffic(None, None))
+        self._server.add_run(self._manifest, self._folder)
+        await self._server.start()
+        self._stack.push_async_callback(self._server.close)
+        self._board = await Noticeboard.create(p2p, identity, [self._address], self._manifest.run_id)
+        self._stack.push_async_callback(self._board.close)
+        running = asyncio.get_running_loop().create_task(self._board.run())
+
+        async def end() -> None:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+        self._stack.push_async_callback(end)
+
+    def _do(self, work: Callable[[], Awaitable[R]]) -> R:
+        async def run() -> R:
+            return await work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)

@@ -1,0 +1,58 @@
+"""An anchor beside a swarm: it pulls snapshots, fits priors, and nobody waits for it or misses it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.kit.swarm import Member, Swarm, wait_for
+from tests.swarm.test_priors import NAMES, STAGES, begin, key, priors, still_trains
+
+pytestmark = pytest.mark.e2e
+
+
+def version_in_force(swarm: Swarm, name: str, boundary: int) -> int:
+    return int(priors(swarm, name)["in_force"].get(str(boundary), {}).get("version") or 0)
+
+
+def passes(member: Member) -> int:
+    return int(((member.last("status") or {}).get("anchor") or {}).get("passes") or 0)
+
+
+def test_swarm_takes_an_anchors_priors_outlives_it_and_takes_another_anchors(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    first, first_id = key(tmp_path, "first")
+    second, second_id = key(tmp_path, "second")
+    begin(swarm, (first_id, second_id), steps=5000)
+    anchor = swarm.join(None, "anchor", is_anchor=True, identity=first)
+
+    def all_use(version: int) -> bool:
+        return all(
+            version_in_force(swarm, name, boundary) >= version
+            for boundary in range(STAGES - 1)
+            for name in NAMES
+            if int(name[0]) in (boundary, boundary + 1)
+        )
+
+    wait_for(lambda: all_use(1), 90.0, "the first priors", swarm)
+    wait_for(lambda: passes(anchor) >= 2 and all_use(2), 90.0, "the second priors", swarm)
+    swarm.kill("anchor")
+    still_trains(swarm)
+    in_force = [version_in_force(swarm, name, 0) for name in NAMES if name[0] in "01"]
+    other = swarm.join(None, "other", is_anchor=True, identity=second)
+    wait_for(lambda: passes(other) >= 1 and all_use(max(in_force) + 1), 90.0, "the other's priors", swarm)
+    still_trains(swarm)
+    swarm.signal("other", signal.SIGTERM)
+    assert swarm.wait_exits(["other"], 20.0) == {"other": 0}, swarm.report()
+
+
+def test_peer_that_the_owner_has_not_named_is_told_so(swarm: Swarm, tmp_path: Path) -> None:
+    swarm.make_run(stages=STAGES, replicas=1, steps=3, codec="basis", mask_ratio=50.0)
+    swarm.seed()
+    path, peer_id = key(tmp_path, "anchor")
+    member = swarm.join(None, "anchor", is_anchor=True, identity=path)
+    assert swarm.wait_exits(["anchor"], 60.0) == {"anchor": 2}, swarm.report()
+    assert [n for n in member.notes if n.startswith("error: ") and peer_id in n and "--anchor-peers" in n]

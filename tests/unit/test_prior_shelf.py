@@ -1,0 +1,105 @@
+"""Which priors count, and when a plan may name one."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from peers.planning import PriorRef
+from peers.prior_shelf import KEPT_OFFERS, PATIENCE_S, Offer, PriorShelf
+
+ROSTERS = (("a", "b"), ("c", "d"), ("e",))
+NOW = 100.0
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def offer(
+    publisher: str = "anchor", boundary: int = 0, step: int = 5, content: str = "", nbytes: int = 9
+) -> Offer:
+    return Offer(publisher, boundary, step, digest(content or f"{boundary}/{step}"), nbytes)
+
+
+def shelf(*offers: Offer) -> PriorShelf:
+    made = PriorShelf(["anchor", "second"], len(ROSTERS) - 1, limit_bytes=100)
+    for one in offers:
+        assert made.take(one, NOW) == "new"
+    return made
+
+
+def held(*offers: Offer, by: str = "abcde") -> dict[str, tuple[str, ...]]:
+    return {peer: tuple(one.name for one in offers) for peer in by}
+
+
+INITIAL = (PriorRef(), PriorRef())
+
+
+def test_prior_is_named_when_every_peer_of_both_its_stages_holds_it() -> None:
+    one = offer()
+    assert shelf(one).choose(INITIAL, held(one, by="abc"), ROSTERS, NOW) == INITIAL
+    assert shelf(one).choose(INITIAL, held(one, by="abcd"), ROSTERS, NOW) == (
+        PriorRef(1, one.sha256),
+        PriorRef(),
+    )
+
+
+@pytest.mark.parametrize(("by", "is_named"), [("abc", True), ("ac", True), ("abe", False), ("", False)])
+def test_after_patience_half_of_each_stage_is_enough(by: str, is_named: bool) -> None:
+    one = offer()
+    chosen = shelf(one).choose(INITIAL, held(one, by=by), ROSTERS, NOW + PATIENCE_S + 1)
+    assert (chosen[0] != PriorRef()) is is_named
+
+
+def test_nothing_is_named_for_a_stage_without_a_peer() -> None:
+    one = offer()
+    assert shelf(one).choose(INITIAL, held(one), (("a",), (), ("e",)), NOW + 99) == INITIAL
+
+
+def test_the_newest_that_may_be_named_is_and_a_plan_never_goes_back() -> None:
+    old, new = offer(step=5), offer(step=10)
+    both = shelf(old, new)
+    first = both.choose(INITIAL, held(old), ROSTERS, NOW)
+    assert first[0] == PriorRef(1, old.sha256)
+    second = both.choose(first, held(old, new), ROSTERS, NOW)
+    assert second[0] == PriorRef(2, new.sha256)
+    assert both.choose(second, held(old), ROSTERS, NOW) == second
+    assert both.choose(second, held(old, new), ROSTERS, NOW) == second, "the same prior keeps its version"
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (offer(publisher="nobody"), "stranger"),
+        (offer(boundary=2), "boundary"),
+        (offer(boundary=-1), "boundary"),
+        (offer(nbytes=101), "size"),
+    ],
+)
+def test_offers_that_do_not_count_are_counted_once(bad: Offer, reason: str) -> None:
+    one = shelf()
+    assert [one.take(bad, NOW), one.take(bad, NOW)] == [reason, None]
+    assert one.counters == {reason: 1}
+    assert all(one.newest(b) is None for b in range(2))
+
+
+@pytest.mark.parametrize("is_first_known", [True, False])
+def test_of_two_priors_of_one_version_that_of_the_first_anchor_counts(is_first_known: bool) -> None:
+    first, second = offer(content="x"), offer("second", content="y")
+    one = shelf()
+    for which in (first, second) if is_first_known else (second, first):
+        one.take(which, NOW)
+    assert one.newest(0) == first
+    assert one.counters["conflict"] == 1
+
+
+def test_memory_is_bounded() -> None:
+    one = shelf(*(offer(step=step) for step in range(100)))
+    assert sum(one.find(0, offer(step=step).sha256) is not None for step in range(100)) == KEPT_OFFERS
+    for number in range(10_000):
+        one.take(offer(publisher=f"stranger-{number}"), NOW)
+    assert one.counters["stranger"] == 10_000
+    newest = one.newest(0)
+    assert newest is not None and newest.step == 99
