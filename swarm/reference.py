@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class ReferenceTrainer:
     compute_dtype: of forward and backward; master weights, accumulation and optimizer are fp32.
     reference_loss_tokens: N_ref, the loss tokens by which a microbatch's loss is divided before its backward
         (it scales what the codecs see); None divides by the loss tokens of the step.
+    corrector: corrects a step's averaged gradients (fp32, by parameter name) in place, before they are clipped;
+        called with them and the step. None leaves them alone. `corrector` may be replaced between steps.
 
     Raises ValueError when cuts and codecs differ in number or a frozen part is unknown.
     """
@@ -69,11 +71,13 @@ class ReferenceTrainer:
         freeze: frozenset[str] = frozenset(),
         compute_dtype: torch.dtype = torch.float32,
         reference_loss_tokens: int | None = None,
+        corrector: Callable[[dict[str, Tensor], int], object] | None = None,
     ) -> None:
         if len(cuts) != len(codecs):
             raise ValueError(f"{len(cuts)} boundaries need as many codecs (or None), got {len(codecs)}")
         self.model = model
         self.codecs = list(codecs)
+        self.corrector = corrector
         self.gradients: dict[str, Tensor] = {}
         self._config = optimizer
         self._total_steps = total_steps
@@ -126,6 +130,8 @@ class ReferenceTrainer:
             total += float(loss.detach())
         for gradient in self.gradients.values():
             gradient.mul_(divisor / loss_tokens)
+        if self.corrector is not None:
+            self.corrector(self.gradients, step)
         self._apply(step)
         return total / loss_tokens
 

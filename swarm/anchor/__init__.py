@@ -1,1 +1,5 @@
-"""The anchor circuit: unmasked passes, and the priors that are made of them."""
+"""The anchor circuit: unmasked passes, the priors made of them, and the corrector that applies those of gradients.
+
+Pure mathematics on named tensors. Who pulls snapshots, when a matrix is factored and how a prior travels is
+decided elsewhere.
+"""

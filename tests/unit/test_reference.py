@@ -18,6 +18,11 @@ from swarm.activation.calibrate import collect_boundary_samples
 from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig
 from swarm.activation.fit import fit_basis_prior
 from swarm.activation.registry import build_codec
+from swarm.anchor.config import SpectralConfig
+from swarm.anchor.factor import factorise
+from swarm.anchor.memory import GradientMemory, target_matrices
+from swarm.anchor.prior import SpectralPrior
+from swarm.anchor.registry import build_corrector
 from swarm.batch import Batch, default_loss_positions
 from swarm.optim import OptimizerConfig, learning_rate
 from swarm.reference import ReferenceTrainer, frozen_names, parameter_stages
@@ -162,6 +167,66 @@ def test_every_stage_clips_to_its_share() -> None:
         own = [name for name in before if stages[name] == stage]
         moved = torch.cat([(trainer.masters[name] - before[name]).flatten() for name in own])
         assert float(moved.detach().norm()) == pytest.approx(clip / math.sqrt(3), rel=1e-2)
+
+
+def test_corrector_works_on_averaged_gradients_before_they_are_clipped() -> None:
+    """SGD at rate 1: weights move by the corrected gradient, clipped to the share of every stage."""
+    clip = 1e-3
+    config = OptimizerConfig(name="sgd", learning_rate=1.0, schedule="constant", clip_norm=clip)
+    plain = ReferenceTrainer(tiny_model(), CUTS, [None, None], config, 1)
+    plain.step(make_batches(2), 5)
+    seen: list[tuple[int, set[str]]] = []
+
+    def double_queries(gradients: dict[str, Tensor], step: int) -> None:
+        seen.append((step, set(gradients)))
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, plain.gradients[name]), name
+            gradient.mul_(2.0 if "q_proj" in name else 0.5)
+
+    trainer = ReferenceTrainer(tiny_model(), CUTS, [None, None], config, 1, corrector=double_queries)
+    before = {name: master.detach().clone() for name, master in trainer.masters.items()}
+    trainer.step(make_batches(2), 5)
+    assert seen == [(5, set(before))]
+    stages = parameter_stages(trainer.model, CUTS)
+    for stage in range(3):
+        own = [name for name in before if stages[name] == stage]
+        corrected = {n: plain.gradients[n] * (2.0 if "q_proj" in n else 0.5) for n in own}
+        norm = float(torch.cat([each.flatten() for each in corrected.values()]).norm())
+        assert norm > clip
+        for name in own:
+            step = corrected[name] * (clip / math.sqrt(3) / norm)
+            torch.testing.assert_close(trainer.masters[name].detach(), before[name] - step, rtol=0, atol=1e-6)
+
+
+def test_training_under_a_spectral_prior_goes_down_and_alpha_one_changes_nothing() -> None:
+    config = OptimizerConfig(learning_rate=3e-3)
+    clean = ReferenceTrainer(tiny_model(), CUTS, [None, None], config, 6)
+    clean.step(make_batches(4), 0)
+    shapes = {name: tuple(gradient.shape) for name, gradient in clean.gradients.items()}
+    memory = GradientMemory(target_matrices(shapes), beta=0.95, max_staleness=30)
+    assert memory.ingest(clean.gradients, source_step=0, step=0).taken == 28
+    factors = {name: found.factors for name, found in factorise(memory.matrices, 8, seed=0)}
+    prior = SpectralPrior(stage=0, version=1, step=0, factors=factors)
+
+    def train(alpha: float | None) -> tuple[float, dict[str, Tensor]]:
+        trainer = ReferenceTrainer(tiny_model(), CUTS, [None, None], config, 6)
+        if alpha is not None:
+            settings = SpectralConfig(alpha=alpha, rank=8, tau_is_relative=True)
+            trainer.corrector = build_corrector(settings, prior=prior, shapes=shapes)
+        for step in range(6):
+            trainer.step(make_batches(4), step)
+        return trainer.evaluate(make_batches(4)), trainer.masters
+
+    start = ReferenceTrainer(tiny_model(), CUTS, [None, None], config, 6).evaluate(make_batches(4))
+    loss, weights = train(None)
+    same_loss, same_weights = train(1.0)
+    assert same_loss == loss
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+    filtered_loss, filtered = train(0.3)
+    assert not torch.equal(
+        filtered["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert start - filtered_loss > 0.5 * (start - loss) > 0.05
 
 
 def test_stages_own_their_parameters() -> None:

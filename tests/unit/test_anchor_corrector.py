@@ -1,0 +1,476 @@
+"""Correctors against float64 oracles, and what no prior can make of a gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swarm.anchor.config import (
+    AdditiveConfig,
+    BiasConfig,
+    NoCorrectorConfig,
+    OneSidedConfig,
+    SignedConfig,
+    SpectralConfig,
+)
+from swarm.anchor.corrector import CorrectionReport, fade
+from swarm.anchor.diagnostics import gradient_cosine, mean_filter_weight, subspace_share
+from swarm.anchor.factor import Factors, exact_factors
+from swarm.anchor.prior import SpectralPrior
+from swarm.anchor.registry import build_corrector, needs_prior, remembers_bias
+from swarm.anchor.spectral import filter_weights
+
+LAYER = "model.layers.0."
+TARGETS = {
+    f"{LAYER}self_attn.q_proj.weight": (12, 12),
+    f"{LAYER}self_attn.k_proj.weight": (4, 12),
+    f"{LAYER}mlp.down_proj.weight": (12, 20),
+    f"{LAYER}mlp.up_proj.weight": (20, 12),
+}
+QUERY, KEY, DOWN, UP = TARGETS
+SHAPES: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (30, 12),
+    **TARGETS,
+    f"{LAYER}input_layernorm.weight": (12,),
+    "lm_head.weight": (30, 12),
+}
+FILTERS: list[Any] = [
+    SpectralConfig(),
+    OneSidedConfig(side="left"),
+    OneSidedConfig(side="right"),
+    OneSidedConfig(side="shorter"),
+]
+ALL: list[Any] = [*FILTERS, SignedConfig(), BiasConfig(), AdditiveConfig()]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"alpha": 0.0, "rank": None},
+    {"alpha": 0.7, "rank": 3, "tau": 0.5},
+    {"tau": 0.1, "tau_is_relative": True},
+]
+
+
+def draw(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def make_prior(memory: dict[str, Tensor], rank: int | None, step: int = 10) -> SpectralPrior:
+    factors = {name: exact_factors(matrix, rank).factors for name, matrix in memory.items()}
+    return SpectralPrior(stage=0, version=1, step=step, factors=factors)
+
+
+def with_settings(config: Any, changes: dict[str, Any]) -> Any:
+    known = {name: value for name, value in changes.items() if name in type(config).model_fields}
+    return type(config).model_validate({**config.model_dump(), **known})
+
+
+def oracle(config: Any, gradient: Tensor, memory: Tensor, weight: float = 1.0) -> np.ndarray:
+    """The corrected gradient in float64, from the memory itself."""
+    g, m = gradient.double().numpy(), memory.double().numpy()
+    left, values, right_t = np.linalg.svd(m, full_matrices=False)
+    rank = len(values) if config.rank is None else min(config.rank, len(values))
+    u, s, v = left[:, :rank], values[:rank], right_t[:rank].T
+    share = weight * (1 - config.alpha)
+    if config.name in ("spectral", "one_sided"):
+        tau = config.tau * values[0] if config.tau_is_relative else config.tau
+        d = np.diag(s / (s + tau))
+    if config.name == "spectral":
+        filtered = u @ d @ (u.T @ g @ v) @ d @ v.T
+    elif config.name == "one_sided":
+        side = config.side
+        if side == "shorter":
+            side = "right" if g.shape[1] < g.shape[0] else "left"
+        filtered = u @ d @ u.T @ g if side == "left" else g @ v @ d @ v.T
+    elif config.name == "signed":
+        filtered = np.abs(g) * np.sign(u * s @ v.T)
+    else:
+        filtered = u * s @ v.T
+    return (g if config.name == "bias" else (1 - share) * g) + share * filtered
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+@pytest.mark.parametrize("config", ALL, ids=lambda c: f"{c.name}-{getattr(c, 'side', '')}")
+def test_corrected_gradients_are_the_equations(config: Any, changes: dict[str, Any]) -> None:
+    config = with_settings(config, changes)
+    memory, raw = draw(TARGETS, 1), draw(SHAPES, 2)
+    corrector = build_corrector(config, prior=make_prior(memory, config.rank), shapes=SHAPES)
+    corrected = clones(raw)
+    report = corrector(corrected, 10)
+    assert (report.corrected, report.passed, report.weight) == (4, {}, 1.0)
+    for name, gradient in raw.items():
+        if name in TARGETS:
+            np.testing.assert_allclose(
+                corrected[name].numpy(), oracle(config, gradient, memory[name]), atol=2e-5, rtol=0
+            )
+        else:
+            assert torch.equal(corrected[name], gradient), name
+
+
+@pytest.mark.parametrize("config", FILTERS, ids=lambda c: f"{c.name}-{getattr(c, 'side', '')}")
+def test_report_is_what_the_gradients_say(config: Any) -> None:
+    config = with_settings(config, {"rank": 3, "tau": 0.5})
+    memory, raw = draw(TARGETS, 1), draw(TARGETS, 2)
+    prior = make_prior(memory, config.rank)
+    corrected = clones(raw)
+    report = build_corrector(config, prior=prior, shapes=SHAPES)(corrected, 10)
+    assert report.cosine == pytest.approx(gradient_cosine(corrected, raw), abs=1e-5)
+    difference = math.sqrt(sum(float((corrected[n] - raw[n]).square().sum()) for n in raw))
+    assert report.relative_change == pytest.approx(
+        difference / math.sqrt(sum(float(raw[n].square().sum()) for n in raw)), abs=1e-5
+    )
+    assert report.mean_filter_weight == pytest.approx(
+        mean_filter_weight(prior.factors, 0.5, is_relative=False), abs=1e-6
+    )
+    if config.name == "spectral":
+        energies = {name: float(raw[name].square().sum()) for name in raw}
+        inside = sum(subspace_share(raw[name], prior.factors[name]) * energies[name] for name in raw)
+        assert report.eta == pytest.approx(inside / sum(energies.values()), abs=1e-5)
+    assert report.prior_step == 10
+
+
+def test_a_mixture_reports_no_figures_of_a_filter() -> None:
+    report = build_corrector(SignedConfig(), prior=make_prior(draw(TARGETS, 1), 64), shapes=SHAPES)(
+        draw(SHAPES, 2), 10
+    )
+    assert (report.eta, report.cosine, report.mean_filter_weight) == (None, None, None)
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: f"{c.name}-{getattr(c, 'side', '')}")
+def test_alpha_one_leaves_every_bit(config: Any) -> None:
+    config = with_settings(config, {"alpha": 1.0})
+    raw = draw(SHAPES, 2)
+    raw[UP][0, 0], raw[UP][0, 1], raw[UP][0, 2] = float("nan"), -0.0, 1e-42
+    corrected = clones(raw)
+    report = build_corrector(config, prior=make_prior(draw(TARGETS, 1), 64), shapes=SHAPES)(corrected, 10)
+    for name in raw:
+        assert torch.equal(corrected[name].view(torch.int32), raw[name].view(torch.int32)), name
+    assert (report.corrected, report.passed) == (0, {"off": 4})
+    assert not needs_prior(config)
+
+
+def test_none_and_a_prior_that_is_not_here_leave_every_bit() -> None:
+    for config, passed in ((NoCorrectorConfig(), {}), (SpectralConfig(), {"missing": 4})):
+        raw = draw(SHAPES, 2)
+        corrected = clones(raw)
+        report = build_corrector(config, prior=None, shapes=SHAPES)(corrected, 10)
+        assert all(torch.equal(corrected[name], raw[name]) for name in raw)
+        assert (report.corrected, report.passed, report.prior_step) == (0, passed, None)
+    assert not needs_prior(NoCorrectorConfig())
+    assert needs_prior(SpectralConfig())
+    assert [c.name for c in ALL if remembers_bias(c)] == ["bias"]
+
+
+def change(factors: Factors, **changes: Tensor) -> Factors:
+    parts = {name: getattr(factors, name).clone() for name in ("left", "values", "right")}
+    return Factors(**{**parts, **changes})
+
+
+def broken(factors: Factors, defect: str) -> Factors | None:
+    """Factors with one defect each."""
+    rows, columns = factors.shape
+    bad = float("nan")
+    match defect:
+        case "nan_left":
+            return change(factors, left=factors.left * bad)
+        case "inf_right":
+            return change(factors, right=factors.right.clone().index_fill_(0, torch.tensor([1]), math.inf))
+        case "nan_values":
+            return change(factors, values=factors.values * bad)
+        case "overflowing":
+            return change(factors, values=torch.full_like(factors.values, 3e38))
+        case "negative":
+            return change(factors, values=-factors.values)
+        case "long_columns":
+            return change(factors, left=factors.left * 1e30)
+        case "same_column":
+            return change(factors, right=factors.right[:, :1].repeat(1, factors.rank))
+        case "cold":
+            return change(factors, values=factors.values * 1e-14)
+        case "zero":
+            return change(factors, values=factors.values * 0)
+        case "transposed":
+            return Factors(factors.right, factors.values, factors.left)
+        case "short":
+            return change(factors, values=factors.values[:-1].clone())
+        case "flat":
+            return change(factors, left=factors.left.flatten())
+        case "too_many":
+            return Factors(torch.eye(rows)[:, :1].repeat(1, 30), torch.ones(30), torch.ones(columns, 30))
+        case "empty":
+            return Factors(torch.zeros(rows, 0), torch.zeros(0), torch.zeros(columns, 0))
+        case "integers":
+            return change(factors, left=torch.ones(rows, factors.rank, dtype=torch.int64))
+        case "missing":
+            return None
+    raise AssertionError(defect)
+
+
+@pytest.mark.parametrize(
+    ("defect", "reason"),
+    [
+        ("nan_left", "non_finite"),
+        ("inf_right", "non_finite"),
+        ("nan_values", "non_finite"),
+        ("overflowing", "non_finite"),
+        ("negative", "no_basis"),
+        ("long_columns", "no_basis"),
+        ("same_column", "no_basis"),
+        ("cold", "cold"),
+        ("zero", "cold"),
+        ("transposed", "wrong_shape"),
+        ("short", "wrong_shape"),
+        ("flat", "wrong_shape"),
+        ("too_many", "wrong_shape"),
+        ("empty", "wrong_shape"),
+        ("integers", "wrong_shape"),
+        ("missing", "missing"),
+    ],
+)
+@pytest.mark.parametrize("config", ALL, ids=lambda c: f"{c.name}-{getattr(c, 'side', '')}")
+def test_unusable_factors_pass_their_gradient_through_and_are_counted(
+    config: Any, defect: str, reason: str
+) -> None:
+    prior = make_prior(draw(TARGETS, 1), 3)
+    factors = dict(prior.factors)
+    spoiled = broken(factors.pop(UP), defect)
+    if spoiled is not None:
+        factors[UP] = spoiled
+    prior = SpectralPrior(stage=0, version=1, step=10, factors=factors)
+    raw = draw(SHAPES, 2)
+    corrected = clones(raw)
+    report = build_corrector(config, prior=prior, shapes=SHAPES)(corrected, 10)
+    assert (report.corrected, report.passed) == (3, {reason: 1})
+    assert torch.equal(corrected[UP], raw[UP])
+    assert not any(torch.equal(corrected[name], raw[name]) for name in (QUERY, KEY, DOWN))
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in corrected.values())
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: f"{c.name}-{getattr(c, 'side', '')}")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_gradient_that_is_not_finite_passes_as_it_is(config: Any, bad: float) -> None:
+    raw = draw(SHAPES, 2)
+    raw[DOWN][:2] = bad
+    corrected = clones(raw)
+    report = build_corrector(config, prior=make_prior(draw(TARGETS, 1), 64), shapes=SHAPES)(corrected, 10)
+    assert (report.corrected, report.passed) == (3, {"gradient_non_finite": 1})
+    assert torch.equal(corrected[DOWN].view(torch.int32), raw[DOWN].view(torch.int32))
+    assert report.cosine is None or 0 < report.cosine <= 1
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: f"{c.name}-{getattr(c, 'side', '')}")
+def test_correction_fades_with_staleness_and_ends(config: Any) -> None:
+    memory, raw = draw(TARGETS, 1), draw(TARGETS, 2)
+    corrector = build_corrector(config, prior=make_prior(memory, config.rank, step=100), shapes=SHAPES)
+    for step, weight in ((100, 1.0), (115, 1.0), (120, 2 / 3), (129, 1 / 15)):
+        corrected = clones(raw)
+        report = corrector(corrected, step)
+        assert report.weight == pytest.approx(weight)
+        assert report.corrected == 4
+        for name in raw:
+            wanted = oracle(config, raw[name], memory[name], weight)
+            np.testing.assert_allclose(corrected[name].numpy(), wanted, atol=2e-5, rtol=0)
+    for step, reason in ((130, "stale"), (131, "stale"), (10_000, "stale"), (99, "early")):
+        corrected = clones(raw)
+        report = corrector(corrected, step)
+        assert report == CorrectionReport(step, 100, passed={reason: 4})
+        assert all(torch.equal(corrected[name], raw[name]) for name in raw)
+
+
+@given(st.integers(0, 500), st.integers(1, 200))
+def test_fade_falls_from_one_to_nothing(staleness: int, limit: int) -> None:
+    weight = fade(staleness, limit)
+    assert 0.0 <= weight <= 1.0
+    assert (weight == 1.0) == (2 * staleness <= limit)
+    assert (weight == 0.0) == (staleness >= limit)
+    assert fade(staleness + 1, limit) <= weight
+
+
+def test_local_mistakes_raise_before_anything_is_changed() -> None:
+    corrector = build_corrector(SpectralConfig(), prior=make_prior(draw(TARGETS, 1), 64), shapes=SHAPES)
+    wrong = [
+        {name: tensor for name, tensor in draw(SHAPES, 2).items() if name != UP},
+        {**draw(SHAPES, 2), UP: torch.zeros(12, 20)},
+        {**draw(SHAPES, 2), UP: torch.zeros(20, 12, dtype=torch.bfloat16)},
+    ]
+    for gradients in wrong:
+        before = clones(gradients)
+        with pytest.raises(ValueError, match="up_proj"):
+            corrector(gradients, 10)
+        assert all(torch.equal(gradients[name], before[name]) for name in gradients)
+
+
+def test_views_into_one_flat_vector_are_corrected_in_it() -> None:
+    memory, raw = draw(TARGETS, 1), draw(TARGETS, 2)
+    flat = torch.cat([tensor.flatten() for tensor in raw.values()])
+    parts = flat.split([tensor.numel() for tensor in raw.values()])
+    views = {name: part.view(raw[name].shape) for name, part in zip(raw, parts, strict=True)}
+    for config in ALL:
+        expected = clones(raw)
+        corrector = build_corrector(config, prior=make_prior(memory, config.rank), shapes=SHAPES)
+        corrector(expected, 10)
+        flat.copy_(torch.cat([tensor.flatten() for tensor in raw.values()]))
+        corrector(views, 10)
+        torch.testing.assert_close(flat, torch.cat([t.flatten() for t in expected.values()]))
+
+
+def test_factors_in_bf16_correct_nearly_as_those_in_fp32() -> None:
+    memory, raw = draw(TARGETS, 1), draw(TARGETS, 2)
+    prior = make_prior(memory, 8)
+    short = {
+        name: change(each, left=each.left.bfloat16(), right=each.right.bfloat16())
+        for name, each in prior.factors.items()
+    }
+    exact, rounded = clones(raw), clones(raw)
+    build_corrector(SpectralConfig(), prior=prior, shapes=SHAPES)(exact, 10)
+    report = build_corrector(SpectralConfig(), prior=SpectralPrior(0, 1, 10, short), shapes=SHAPES)(
+        rounded, 10
+    )
+    assert report.corrected == 4
+    for name in raw:
+        torch.testing.assert_close(rounded[name], exact[name], rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("tau", [0.0, 1e-3, 2.0])
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_filter_weights_are_tikhonovs(tau: float, is_relative: bool) -> None:
+    values = torch.tensor([8.0, 1.0, 1e-3, 1e-9, 0.0])
+    level = tau * 8.0 if is_relative else tau
+    expected = [s / (s + level) if s > 0 else 0.0 for s in values.tolist()]
+    found = filter_weights(values, tau, is_relative=is_relative)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+    assert filter_weights(torch.zeros(0), tau, is_relative=is_relative).numel() == 0
+
+
+SIZES = st.integers(1, 9)
+
+
+@st.composite
+def poisoned_factors(draw_from: st.DrawFn, rows: int, columns: int) -> Factors:
+    """Factors of any memory: random, huge, tiny, rank-deficient, or made up without one."""
+    seed = draw_from(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    kind = draw_from(st.sampled_from(["random", "deficient", "repeated", "made_up"]))
+    rank = draw_from(st.integers(1, min(rows, columns)))
+    matrix = torch.randn(rows, columns, generator=generator)
+    if kind == "deficient":
+        matrix = torch.outer(matrix[:, 0], matrix[0])
+    if kind == "repeated":
+        matrix = matrix[:1].repeat(rows, 1)
+    factors = exact_factors(matrix, rank).factors
+    scale = draw_from(st.sampled_from([1e-10, 1e-3, 1.0, 1e6, 1e36]))
+    values = factors.values * scale
+    if kind == "made_up":
+        # Not in order, not from any memory: only orthonormality and the sign are checked.
+        values = torch.rand(rank, generator=generator) * scale
+    return Factors(factors.left, values, factors.right)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.data(),
+    SIZES,
+    SIZES,
+    st.sampled_from([0.0, 0.3, 0.9]),
+    st.sampled_from([0.0, 1e-3, 1e3]),
+    st.booleans(),
+    st.sampled_from(FILTERS),
+    st.sampled_from([1e-12, 1.0, 1e12]),
+)
+def test_no_prior_can_turn_a_gradient_around(
+    data: st.DataObject,
+    rows: int,
+    columns: int,
+    alpha: float,
+    tau: float,
+    is_relative: bool,
+    config: Any,
+    size: float,
+) -> None:
+    """<G, corrected> >= alpha ||G||^2 and ||corrected|| <= ||G||, whatever the prior is."""
+    config = with_settings(config, {"alpha": alpha, "tau": tau, "tau_is_relative": is_relative, "rank": None})
+    name = f"{LAYER}mlp.up_proj.weight"
+    factors = data.draw(poisoned_factors(rows, columns))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    raw = torch.randn(rows, columns, generator=generator) * size
+    if data.draw(st.booleans()):
+        # The worst case: a gradient that lies in the prior's directions.
+        raw = (
+            factors.left
+            @ torch.randn(factors.rank, factors.rank, generator=generator)
+            @ factors.right.T
+            * size
+        )
+    corrected = {name: raw.clone()}
+    prior = SpectralPrior(stage=0, version=0, step=0, factors={name: factors})
+    corrector = build_corrector(config, prior=prior, shapes={name: (rows, columns)})
+    report = corrector(corrected, data.draw(st.integers(0, 40)))
+    assert corrector.keeps_descent
+    exact, changed = raw.double(), corrected[name].double()
+    energy = float(exact.square().sum())
+    assert float((exact * changed).sum()) >= (alpha - 1e-5) * energy
+    assert float(changed.norm()) <= (1 + 1e-5) * math.sqrt(energy)
+    assert sum(report.passed.values()) + report.corrected == 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**31), st.sampled_from(FILTERS), st.sampled_from([0.0, 0.3]))
+def test_bases_that_are_not_orthonormal_cannot_turn_a_gradient_around_either(
+    seed: int, config: Any, alpha: float
+) -> None:
+    """U diag(d) U' is positive semidefinite for any U; that a crooked basis is refused bounds the length only."""
+    config = with_settings(config, {"alpha": alpha})
+    generator = torch.Generator().manual_seed(seed)
+    name, (rows, columns), rank = UP, TARGETS[UP], 5
+    raw = torch.randn(rows, columns, generator=generator)
+    factors = exact_factors(torch.randn(rows, columns, generator=generator), rank).factors
+    crooked = Factors(
+        factors.left + 0.1 * torch.randn(rows, rank, generator=generator) / math.sqrt(rows),
+        torch.rand(rank, generator=generator),
+        factors.right + 0.1 * torch.randn(columns, rank, generator=generator) / math.sqrt(columns),
+    )
+    corrected = {name: raw.clone()}
+    prior = SpectralPrior(stage=0, version=0, step=0, factors={name: crooked})
+    report = build_corrector(config, prior=prior, shapes={name: (rows, columns)})(corrected, 0)
+    assert sum(report.passed.values()) + report.corrected == 1
+    energy = float(raw.double().square().sum())
+    assert float((raw.double() * corrected[name].double()).sum()) >= (alpha - 1e-5) * energy
+    assert float(corrected[name].norm()) <= 1.6 * math.sqrt(energy)
+
+
+def test_mixtures_do_not_promise_descent_and_can_break_it() -> None:
+    raw = draw(TARGETS, 2)
+    against = make_prior({name: -tensor for name, tensor in raw.items()}, None)
+    for config in (
+        SignedConfig(rank=None),
+        BiasConfig(alpha=0.0, rank=None),
+        AdditiveConfig(alpha=0.3, rank=None),
+    ):
+        corrector = build_corrector(config, prior=against, shapes=SHAPES)
+        corrected = clones(raw)
+        corrector(corrected, 10)
+        assert not corrector.keeps_descent
+        assert gradient_cosine(corrected, raw) < 0.1
+
+
+def test_replicas_that_correct_then_average_get_what_averaging_then_correcting_gives() -> None:
+    """The filters are linear."""
+    first, second = draw(TARGETS, 2), draw(TARGETS, 3)
+    mean = {name: (first[name] + second[name]) / 2 for name in first}
+    for config in FILTERS:
+        corrector = build_corrector(config, prior=make_prior(draw(TARGETS, 1), 3), shapes=SHAPES)
+        one, two, both = clones(first), clones(second), clones(mean)
+        for gradients in (one, two, both):
+            corrector(gradients, 10)
+        for name in both:
+            torch.testing.assert_close((one[name] + two[name]) / 2, both[name], rtol=0, atol=1e-5)
