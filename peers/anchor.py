@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p import P2P
-from safetensors.torch import save
 
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
@@ -40,6 +39,7 @@ from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_snapshot
 from swarm.activation.config import BasisConfig
 from swarm.activation.fit import fit_basis_prior
+from swarm.anchor.boundary_prior import BoundaryPrior, encode_boundary_prior
 from swarm.anchor.passes import AnchorModel
 from swarm.data.order import samples_from_far_end
 from swarm.manifest import RunManifest
@@ -186,9 +186,13 @@ class AnchorPeer:
             batches = [dataset.batch(samples[i : i + rows]) for i in range(0, len(samples), rows)]
             boundaries = self._model.boundary_samples(batches, codec.calibration_tokens, seed=version)
             return [
-                save(
-                    fit_basis_prior(found.hidden, found.gradient, found.offsets, codec),
-                    metadata={"boundary": str(boundary), "step": str(version)},
+                encode_boundary_prior(
+                    BoundaryPrior(
+                        boundary,
+                        version=0,  # the plan that puts it in force counts
+                        step=version,
+                        arrays=fit_basis_prior(found.hidden, found.gradient, found.offsets, codec),
+                    )
                 )
                 for boundary, found in enumerate(boundaries)
             ]

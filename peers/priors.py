@@ -17,9 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from hivemind.p2p import P2P
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dht.noticeboard import Noticeboard
@@ -31,6 +30,8 @@ from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_by_hash
 from swarm.activation.base import BoundaryCodec
 from swarm.activation.versions import VersionedCodec
+from swarm.anchor.boundary_prior import load_boundary_prior
+from swarm.anchor.prior_file import PriorFileError
 from swarm.manifest import RunManifest
 from swarm.plan import Plan
 
@@ -68,8 +69,9 @@ def write_prior(directory: Path, boundary: int, data: bytes) -> tuple[str, Path]
 class Priors:
     """See the module. codecs: of the boundaries this peer codes at, by boundary.
 
-    counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; shape: the arrays do not
-    fit; file: no safetensors file). on_ready is called when a prior that a plan waited for has come.
+    counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this boundary's
+    prior by form or shapes; arrays: values that no codec can use). on_ready is called when a prior that a plan waited
+    for has come.
     """
 
     def __init__(
@@ -207,7 +209,7 @@ class Priors:
                 limit_bytes=MAX_PRIOR_BYTES,
             )
             codec = await asyncio.to_thread(self._load, boundary, path)
-        except (TransferError, ValueError, SafetensorError) as error:
+        except (TransferError, ValueError, OSError) as error:
             self._refuse(boundary, sha256, error)
             return
         self._keep(boundary, sha256, codec, path)
@@ -218,7 +220,14 @@ class Priors:
         self.on_ready()
 
     def _load(self, boundary: int, path: Path) -> BoundaryCodec:
-        return self._codec_of(boundary, load_file(path))
+        manifest = self._manifest
+        prior = load_boundary_prior(path, manifest.codec, manifest.model.hidden_size)
+        if prior.boundary != boundary:
+            raise PriorFileError(f"it is the prior of boundary {prior.boundary}")
+        for name, array in prior.arrays.items():
+            if array.is_floating_point() and not bool(torch.isfinite(array).all()):
+                raise ValueError(f"{name!r} holds values that are not finite")
+        return self._codec_of(boundary, dict(prior.arrays))
 
     def _keep(self, boundary: int, sha256: str, codec: BoundaryCodec, path: Path) -> None:
         """Hold and serve a prior; let go of those that no plan can name any more."""
@@ -235,8 +244,8 @@ class Priors:
         self._codecs[boundary].retain(held)
 
     def _refuse(self, boundary: int, sha256: str, error: Exception) -> None:
-        kinds = {TransferError: "hash", SafetensorError: "file"}
-        reason = next((name for kind, name in kinds.items() if isinstance(error, kind)), "shape")
+        kinds = {TransferError: "hash", PriorFileError: "file"}
+        reason = next((name for kind, name in kinds.items() if isinstance(error, kind)), "arrays")
         if sha256 not in self._refused:
             self.counters[f"refused_{reason}"] += 1
             self._note(f"warning: prior {sha256[:12]} of boundary {boundary} cannot be used: {error}")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import uvloop
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
+from torch import Tensor
 
 from dht.dial import connect_peer
 from dht.host import start_host, stop_host
@@ -22,6 +23,7 @@ from dht.records import PriorRecord
 from peers.fileserver import FileServer
 from peers.priors import prior_file_name
 from peers.traffic import Traffic
+from swarm.anchor.boundary_prior import BoundaryPrior, encode_boundary_prior
 from swarm.manifest import RunManifest
 
 R = TypeVar("R")
@@ -57,10 +59,15 @@ class PuppetAnchor:
         self._thread.join(10)
         self._loop.close()
 
+    def arrays(self, boundary: int) -> dict[str, Tensor]:
+        """The run's initial arrays of a boundary."""
+        arrays: dict[str, Tensor] = load_file(self._run_dir / "artifacts" / f"prior-{boundary}.safetensors")
+        return arrays
+
     def initial(self, boundary: int, step: int, **change: Any) -> bytes:
         """A good prior of a step: the run's initial arrays under another name, some of them changed."""
-        arrays = load_file(self._run_dir / "artifacts" / f"prior-{boundary}.safetensors")
-        return save({**arrays, **change}, metadata={"boundary": str(boundary), "step": str(step)})
+        arrays = self.arrays(boundary)
+        return encode_boundary_prior(BoundaryPrior(boundary, 0, step, {**arrays, **change}))
 
     def offer(self, boundary: int, step: int, data: bytes, *, served: bytes | None = None) -> str:
         """Say that a prior can be had here; served: other bytes that are given to who asks. Returns its hash."""

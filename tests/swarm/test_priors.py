@@ -57,8 +57,8 @@ def uses(swarm: Swarm, boundary: int, sha256: str) -> Callable[[], bool]:
     )
 
 
-def counted(swarm: Swarm, which: str, what: str, names: list[str]) -> Callable[[], bool]:
-    return lambda: all(priors(swarm, name).get(which, {}).get(what) == 1 for name in names)
+def counted(swarm: Swarm, which: str, what: str, names: list[str], count: int = 1) -> Callable[[], bool]:
+    return lambda: all(priors(swarm, name).get(which, {}).get(what) == count for name in names)
 
 
 def still_trains(swarm: Swarm, steps: int = 5) -> None:
@@ -79,6 +79,7 @@ def test_right_priors_are_used_and_wrong_ones_refused_counted_and_said_once(
     run_dir = begin(swarm, (first_id, second_id))
     sources = [name for name in NAMES if name[0] == "0"]
     near_0 = [name for name in NAMES if name[0] in "01"]
+    near_1 = [name for name in NAMES if name[0] in "12"]
     with (
         PuppetAnchor(first, swarm.address, run_dir, tmp_path / "a") as a,
         PuppetAnchor(second, swarm.address, run_dir, tmp_path / "b") as b,
@@ -88,36 +89,36 @@ def test_right_priors_are_used_and_wrong_ones_refused_counted_and_said_once(
         wait_for(uses(swarm, 0, good), 60.0, "the first prior", swarm)
         still_trains(swarm)
 
-        # Of somebody who is no anchor.
+        # Of somebody who is no anchor; with one flipped bit on the holder's disk; of another width.
         c.offer(0, 2, c.initial(0, 2))
+        data = a.initial(0, 3)
+        flipped = bytearray(data)
+        flipped[-1] ^= 1
+        a.offer(0, 3, data, served=bytes(flipped))
+        a.offer(1, 3, a.initial(1, 3, mean=torch.zeros(3)))
         wait_for(counted(swarm, "offers", "stranger", NAMES), 30.0, "the stranger to be counted", swarm)
         assert all(
             len([note for note in swarm.members[name].notes if stranger_id[-8:] in note]) == 1
             for name in NAMES
         ), "said once"
-
-        # One flipped bit on the holder's disk.
-        data = a.initial(0, 3)
-        flipped = bytearray(data)
-        flipped[-1] ^= 1
-        a.offer(0, 3, data, served=bytes(flipped))
         wait_for(
             counted(swarm, "counters", "refused_hash", near_0), 60.0, "the flipped bit to be found", swarm
         )
+        wait_for(counted(swarm, "counters", "refused_file", near_1), 60.0, "the wrong shape", swarm)
 
-        # Arrays of another width, and a file that is none.
-        a.offer(0, 4, a.initial(0, 4, mean=torch.zeros(3)))
-        wait_for(counted(swarm, "counters", "refused_shape", near_0), 60.0, "the wrong shape", swarm)
-        a.offer(0, 5, b"no safetensors file at all")
-        wait_for(counted(swarm, "counters", "refused_file", near_0), 60.0, "the wrong file", swarm)
+        # No prior at all, and one with values that nothing can be coded with.
+        a.offer(0, 5, a.initial(0, 5, scale=torch.full_like(a.arrays(0)["scale"], -1.0)))
+        a.offer(1, 5, b"no safetensors file at all")
+        wait_for(counted(swarm, "counters", "refused_arrays", near_0), 60.0, "the useless arrays", swarm)
+        wait_for(counted(swarm, "counters", "refused_file", near_1, 2), 60.0, "the wrong file", swarm)
         assert uses(swarm, 0, good)(), "the good one is still in force"
 
         # Two anchors, one step: the first in the manifest's order counts.
-        theirs = b.offer(0, 6, b.initial(0, 6, mean=torch.ones(64)))
+        theirs = b.offer(0, 7, b.initial(0, 7, mean=torch.ones(64)))
         wait_for(uses(swarm, 0, theirs), 60.0, "the second anchor's prior, alone", swarm)
-        ours = a.offer(0, 7, a.initial(0, 7))
+        ours = a.offer(0, 8, a.initial(0, 8))
         wait_for(uses(swarm, 0, ours), 60.0, "the first anchor's prior", swarm)
-        b.offer(0, 7, b.initial(0, 7, mean=torch.ones(64)))
+        b.offer(0, 8, b.initial(0, 8, mean=torch.ones(64)))
         wait_for(counted(swarm, "offers", "conflict", sources), 30.0, "the conflict to be counted", swarm)
         assert uses(swarm, 0, ours)()
         still_trains(swarm)
