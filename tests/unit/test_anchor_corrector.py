@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm.anchor.config import (
     AdditiveConfig,
@@ -294,6 +295,34 @@ def test_fade_falls_from_one_to_nothing(staleness: int, limit: int) -> None:
     assert (weight == 1.0) == (2 * staleness <= limit)
     assert (weight == 0.0) == (staleness >= limit)
     assert fade(staleness + 1, limit) <= weight
+
+
+class Allocations(TorchDispatchMode):
+    """Counts tensors of at least `limit` elements in storages that no operator's arguments had."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.large = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() >= self.limit:
+            self.large += result.untyped_storage().data_ptr() not in known
+        return result
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: f"{c.name}-{getattr(c, 'side', '')}")
+def test_correcting_makes_no_matrix_of_the_gradients_size_but_one_for_signs(config: Any) -> None:
+    name, shape = UP, (60, 40)
+    config = with_settings(config, {"rank": 3})
+    memory = {name: torch.randn(shape)}
+    corrector = build_corrector(config, prior=make_prior(memory, 3), shapes={name: shape})
+    gradients = {name: torch.randn(shape)}
+    with Allocations(60 * 40) as seen:
+        assert corrector(gradients, 10).corrected == 1
+    assert seen.large == (1 if config.name == "signed" else 0)
 
 
 def test_local_mistakes_raise_before_anything_is_changed() -> None:

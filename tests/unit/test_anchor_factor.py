@@ -126,6 +126,20 @@ def test_factors_are_the_same_for_the_same_seed_and_differ_in_rounding_only_for_
     torch.testing.assert_close(first.factors.values, other.factors.values, rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize("exponent", [-100, 100])
+def test_size_of_a_matrix_changes_nothing_but_its_singular_values(exponent: int) -> None:
+    """Gradients of 1e-30 have squares that fp32 does not have: the residual would be 0 at once."""
+    matrix = decaying()
+    for factor in (exact_factors, lambda m, r: subspace_factors(m, r, seed=1, max_iterations=30)):
+        usual, other = factor(matrix, RANK), factor(matrix * 2.0**exponent, RANK)
+        assert torch.equal(other.factors.left, usual.factors.left)
+        assert torch.equal(other.factors.right, usual.factors.right)
+        torch.testing.assert_close(
+            other.factors.values, usual.factors.values * 2.0**exponent, rtol=1e-6, atol=0
+        )
+        assert (other.iterations, other.residual) == (usual.iterations, usual.residual)
+
+
 @pytest.mark.parametrize(
     "start",
     [

@@ -22,7 +22,7 @@ from swarm.anchor.config import (
 from swarm.anchor.memory import GradientMemory, coding_bias, target_matrices
 from swarm.model.families import SUPPORTED_FAMILIES
 from swarm.model.skeleton import build_skeleton
-from tests.unit.test_model_families import tiny_config
+from tests.kit.families import tiny_config
 
 LAYER = "model.layers.0."
 SHAPES = {f"{LAYER}mlp.up_proj.weight": (6, 4), f"{LAYER}self_attn.q_proj.weight": (4, 4)}
