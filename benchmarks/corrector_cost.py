@@ -17,7 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,15 +33,18 @@ from swarm.anchor.prior import SpectralPrior, encode_spectral_prior
 from swarm.anchor.registry import build_corrector
 
 
-def best_s(function: Callable[[], object], repeats: int) -> float:
-    """Shortest of `repeats` runs after one to warm up, in seconds: the cost without other processes' share."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def best_s(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Shortest of `repeats` runs of each function after one to warm up, in seconds.
+
+    They take turns, so that what other processes take from this one falls on all of them alike.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats + 1):
+        for name, function in functions.items():
+            spent = once_s(function)
+            if repeat:
+                times[name].append(spent)
+    return {name: min(each) for name, each in times.items()}
 
 
 def once_s(function: Callable[[], object]) -> float:
@@ -85,24 +89,19 @@ def random_prior(shapes: dict[str, tuple[int, int]], rank: int) -> SpectralPrior
     return SpectralPrior(stage=0, version=0, step=0, factors=factors)
 
 
-def correction_s(options: argparse.Namespace, shapes: dict[str, tuple[int, int]]) -> dict[str, float]:
-    """Seconds of one step's correction by each corrector, and of taking a prior up."""
-    prior = random_prior(shapes, options.rank)
+def corrections(prior: SpectralPrior, shapes: dict[str, tuple[int, int]]) -> dict[str, Callable[[], object]]:
+    """One step's correction of all matrices by each corrector."""
     gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
-    configs = [SpectralConfig(), OneSidedConfig(), SignedConfig(), AdditiveConfig()]
-    costs: dict[str, float] = {}
-    for config in configs:
-        start = time.perf_counter()
+    functions: dict[str, Callable[[], object]] = {}
+    for config in (SpectralConfig(), OneSidedConfig(), SignedConfig(), AdditiveConfig()):
         corrector = build_corrector(config, prior=prior, shapes=shapes)
-        costs[f"take_prior_up_{config.name}"] = time.perf_counter() - start
         report = corrector(gradients, 0)
         if report.corrected != len(shapes):
             raise RuntimeError(
                 f"{config.name} corrected {report.corrected} of {len(shapes)}: {report.passed}"
             )
-        costs[config.name] = best_s(lambda corrector=corrector: corrector(gradients, 0), options.repeats)
-    costs["prior_file_bytes"] = float(len(encode_spectral_prior(prior)))
-    return costs
+        functions[config.name] = partial(corrector, gradients, 0)
+    return functions
 
 
 def factorisation_s(options: argparse.Namespace, shapes: dict[str, tuple[int, int]]) -> dict[str, float]:
@@ -133,8 +132,8 @@ def factorisation_s(options: argparse.Namespace, shapes: dict[str, tuple[int, in
     }
 
 
-def layers_s(options: argparse.Namespace, config: LlamaConfig) -> float:
-    """Seconds of forward and backward of `timed_layers` random decoder layers on one microbatch."""
+def layers(options: argparse.Namespace, config: LlamaConfig) -> Callable[[], object]:
+    """Forward and backward of `timed_layers` random decoder layers on one microbatch."""
     dtype = torch.bfloat16 if options.compute == "bf16" else torch.float32
     blocks = [LlamaDecoderLayer(config, index).to(dtype) for index in range(options.timed_layers)]
     positions = torch.arange(options.tokens).expand(options.rows, options.tokens)
@@ -150,7 +149,7 @@ def layers_s(options: argparse.Namespace, config: LlamaConfig) -> float:
         for block in blocks:
             block.zero_grad()
 
-    return best_s(forward_and_backward, options.layer_repeats)
+    return forward_and_backward
 
 
 def parse() -> argparse.Namespace:
@@ -167,10 +166,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timed-layers", type=int, default=2, help="layers that are timed and scaled")
     parser.add_argument("--rows", type=int, default=2, help="rows of the timed microbatch")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens per row")
-    parser.add_argument("--repeats", type=int, default=5, help="runs per corrector; the shortest counts")
-    parser.add_argument(
-        "--layer-repeats", type=int, default=3, help="runs of the layers; the shortest counts"
-    )
+    parser.add_argument("--repeats", type=int, default=5, help="runs of everything; the shortest counts")
     return parser.parse_args()
 
 
@@ -181,13 +177,14 @@ def main() -> None:
     torch.manual_seed(0)
     config = model_config(options)
     shapes = matrix_shapes(config)
-    costs = correction_s(options, shapes)
-    factoring = factorisation_s(options, shapes)
-    timed = layers_s(options, config)
+    prior = random_prior(shapes, options.rank)
+    take_up = once_s(lambda: build_corrector(SpectralConfig(), prior=prior, shapes=shapes))
+    costs = best_s(corrections(prior, shapes) | {"layers": layers(options, config)}, options.repeats)
+    timed = costs.pop("layers")
     compute = (
         timed * options.layers / options.timed_layers * options.step_tokens / (options.rows * options.tokens)
     )
-    correctors = ("spectral", "one_sided", "signed", "additive")
+    factoring = factorisation_s(options, shapes)
     report = {
         "hidden_size": options.hidden_size,
         "ffn_size": options.ffn_size,
@@ -199,14 +196,14 @@ def main() -> None:
         "compute": options.compute,
         "timed_layers_forward_backward_s": round(timed, 3),
         "step_forward_backward_s": round(compute, 1),
-        "correction_s": {name: round(costs[name], 3) for name in correctors},
-        "share_percent": {name: round(100 * costs[name] / compute, 3) for name in correctors},
+        "correction_s": {name: round(costs[name], 3) for name in costs},
+        "share_percent": {name: round(100 * costs[name] / compute, 3) for name in costs},
         "target_percent": 5.0,
         "met": costs["spectral"] <= 0.05 * compute,
         "replicas_within_target": int(0.05 * compute / costs["spectral"]),
         "once_per_prior": {
-            "take_up_s": round(costs["take_prior_up_spectral"], 3),
-            "file_bytes": int(costs["prior_file_bytes"]),
+            "take_up_s": round(take_up, 3),
+            "file_bytes": len(encode_spectral_prior(prior)),
             "factor_cold_s": round(factoring["cold_s"] * options.layers, 2),
             "factor_warm_s": round(factoring["warm_s"] * options.layers, 2),
             "factor_exact_s": round(factoring["exact_s"] * options.layers, 2),
