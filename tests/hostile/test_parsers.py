@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dht.identity import Identity
-from dht.records import ManifestPointer, PeerRecord, RecordError, decode_record, encode_record
+from dht.records import ManifestPointer, PeerRecord, PriorRecord, RecordError, decode_record, encode_record
 from peers import round_messages
 from peers.frames import LONG_HEADERS, Frame, FrameError, Kind, decode_header, unpack_tensors
 from peers.limits import LIMITS
@@ -250,14 +250,16 @@ def records_of(identity: Identity, now: float = 0.0) -> list[Any]:
             step=7,
             addresses=("/ip4/1.2.3.4/tcp/5",),
             versions=(0, 5),
+            priors=("0" * 16,),
         ),
         ManifestPointer(**common, manifest_sha256="0" * 64, nbytes=100, name="a run"),
+        PriorRecord(**common, boundary=1, step=20, sha256="0" * 64, nbytes=100),
     ]
 
 
 @examples(250, 8_000)
 @given(
-    st.integers(0, 1),
+    st.integers(0, 2),
     mutation_lists,
     st.sampled_from(["resign", "keep", "other", "swap"]),
     st.binary(max_size=8),
@@ -274,7 +276,7 @@ def test_a_record_that_was_touched_is_refused_and_nothing_else(
     changed = msgpack.packb(frame.header)
     if signing != "keep":  # a forger signs with its own key; the owner may sign nonsense itself
         if signing == "swap":
-            kind = "peer" if kind == "manifest" else "manifest"
+            kind = {"peer": "manifest", "manifest": "prior", "prior": "peer"}[kind]
         by = thief if signing == "other" else owner
         signature = by.sign(b"record\0" + kind.encode() + b"\0" + changed)
     try:

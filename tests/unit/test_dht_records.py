@@ -25,6 +25,7 @@ from dht.records import (
     MAX_RECORD_BYTES,
     ManifestPointer,
     PeerRecord,
+    PriorRecord,
     Record,
     RecordError,
     decode_record,
@@ -99,12 +100,25 @@ def test_records_survive_the_wire(identities: list[Identity]) -> None:
         nbytes=10,
         name="demo",
     )
-    for record in (peer, pointer):
+    prior = PriorRecord(
+        run_id="run-1",
+        peer_id=identities[0].peer_id,
+        public_key=identities[0].public_key,
+        incarnation=7,
+        boundary=2,
+        step=20,
+        sha256="0" * 64,
+        nbytes=10,
+    )
+    assert len({place_of(record) for record in (peer, pointer, prior)}) == 3
+    for record in (peer, pointer, prior):
         assert decode_record(encode_record(record, identities[0])) == record
 
 
 def test_largest_record_fits(identities: list[Identity]) -> None:
-    record = peer_record(identities[0], addresses=("/" * 256,) * 16, versions=(2**53,) * 32)
+    record = peer_record(
+        identities[0], addresses=("/" * 256,) * 16, versions=(2**53,) * 32, priors=("f" * 16,) * 16
+    )
     assert len(encode_record(record, identities[0])) < MAX_RECORD_BYTES
 
 
