@@ -165,9 +165,13 @@ class Priors:
         held[me] = self.names
         return self.shelf.choose(current, held, rosters, time.monotonic())
 
+    def adopt(self, plan: Plan) -> None:
+        """A plan is in force: what it names and is not here is fetched, before it is needed."""
+        self._in_force = prior_refs(plan)
+        self.holds(plan)
+
     def holds(self, plan: Plan) -> bool:
         """Whether work of this plan can be coded here. What is missing is fetched, and on_ready called then."""
-        self._in_force = prior_refs(plan)
         missing = self._missing(plan)
         for boundary in missing:
             self._want(boundary, plan.prior_hashes[boundary], is_urgent=True)

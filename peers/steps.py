@@ -201,7 +201,7 @@ class Steps:
 
     def _adopt(self, plan: Plan, *, is_replay: bool = False) -> None:
         if self._priors is not None:
-            self._priors.holds(plan)  # what is missing is fetched before it is needed
+            self._priors.adopt(plan)
         if plan.step == self.version:
             now, before = time.monotonic(), self.worker.core.plan
             self.worker.run(self.worker.core.on_plan(plan, now))
