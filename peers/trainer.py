@@ -72,13 +72,10 @@ class Trainer:
         trace_ledger: Path | None = None,
     ) -> None:
         self.manifest, self.stage, self.stages = manifest, stage, manifest.model.stages
-        self.me = links.me
-        self.progress = Progress()
-        self.finished = asyncio.Event()
-        self.started = asyncio.Event()
+        self.me, self.progress = links.me, Progress()
+        self.finished, self.started = asyncio.Event(), asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._links, self._files, self._tasks = links, files, tasks
-        self._questions = Questions()
+        self._links, self._files, self._tasks, self._questions = links, files, tasks, Questions()
         self.steps = Steps(
             manifest=manifest,
             stage=stage,
@@ -95,8 +92,8 @@ class Trainer:
             lambda peer, its_stage: its_stage == stage and self.averaging.core.is_known(peer),
         )
         self._trace = LedgerTrace(trace_ledger, stage, self.me)
-        self._averaged: tuple[tuple[CompactKey, ...], tuple[float, int]] = (), (0.0, 0)
         self._stall = StallWatch(stage, self.stages, links, note)
+        self._averaged: tuple[tuple[CompactKey, ...], tuple[float, int]] = (), (0.0, 0)
         self.worker = StageWorker(
             stage=stage,
             stages=self.stages,

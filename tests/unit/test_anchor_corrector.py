@@ -1,4 +1,4 @@
-"""Correctors against float64 oracles, and what no prior can make of a gradient."""
+"""Correctors against float64 oracles, and what passes through them."""
 
 from __future__ import annotations
 
@@ -8,96 +8,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm.anchor.config import (
-    AdditiveConfig,
-    BiasConfig,
     NoCorrectorConfig,
-    OneSidedConfig,
     SignedConfig,
     SpectralConfig,
 )
 from swarm.anchor.corrector import CorrectionReport, fade
 from swarm.anchor.diagnostics import gradient_cosine, mean_filter_weight, subspace_share
-from swarm.anchor.factor import Factors, exact_factors
+from swarm.anchor.factor import Factors
 from swarm.anchor.prior import SpectralPrior
 from swarm.anchor.registry import build_corrector, needs_prior, remembers_bias
 from swarm.anchor.spectral import filter_weights
-
-LAYER = "model.layers.0."
-TARGETS = {
-    f"{LAYER}self_attn.q_proj.weight": (12, 12),
-    f"{LAYER}self_attn.k_proj.weight": (4, 12),
-    f"{LAYER}mlp.down_proj.weight": (12, 20),
-    f"{LAYER}mlp.up_proj.weight": (20, 12),
-}
-QUERY, KEY, DOWN, UP = TARGETS
-SHAPES: dict[str, tuple[int, ...]] = {
-    "model.embed_tokens.weight": (30, 12),
-    **TARGETS,
-    f"{LAYER}input_layernorm.weight": (12,),
-    "lm_head.weight": (30, 12),
-}
-FILTERS: list[Any] = [
-    SpectralConfig(),
-    OneSidedConfig(side="left"),
-    OneSidedConfig(side="right"),
-    OneSidedConfig(side="shorter"),
-]
-ALL: list[Any] = [*FILTERS, SignedConfig(), BiasConfig(), AdditiveConfig()]
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"alpha": 0.0, "rank": None},
-    {"alpha": 0.7, "rank": 3, "tau": 0.5},
-    {"tau": 0.1, "tau_is_relative": True},
-]
-
-
-def draw(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def make_prior(memory: dict[str, Tensor], rank: int | None, step: int = 10) -> SpectralPrior:
-    factors = {name: exact_factors(matrix, rank).factors for name, matrix in memory.items()}
-    return SpectralPrior(stage=0, version=1, step=step, factors=factors)
-
-
-def with_settings(config: Any, changes: dict[str, Any]) -> Any:
-    known = {name: value for name, value in changes.items() if name in type(config).model_fields}
-    return type(config).model_validate({**config.model_dump(), **known})
-
-
-def oracle(config: Any, gradient: Tensor, memory: Tensor, weight: float = 1.0) -> np.ndarray:
-    """The corrected gradient in float64, from the memory itself."""
-    g, m = gradient.double().numpy(), memory.double().numpy()
-    left, values, right_t = np.linalg.svd(m, full_matrices=False)
-    rank = len(values) if config.rank is None else min(config.rank, len(values))
-    u, s, v = left[:, :rank], values[:rank], right_t[:rank].T
-    share = weight * (1 - config.alpha)
-    if config.name in ("spectral", "one_sided"):
-        tau = config.tau * values[0] if config.tau_is_relative else config.tau
-        d = np.diag(s / (s + tau))
-    if config.name == "spectral":
-        filtered = u @ d @ (u.T @ g @ v) @ d @ v.T
-    elif config.name == "one_sided":
-        side = config.side
-        if side == "shorter":
-            side = "right" if g.shape[1] < g.shape[0] else "left"
-        filtered = u @ d @ u.T @ g if side == "left" else g @ v @ d @ v.T
-    elif config.name == "signed":
-        filtered = np.abs(g) * np.sign(u * s @ v.T)
-    else:
-        filtered = u * s @ v.T
-    return (g if config.name == "bias" else (1 - share) * g) + share * filtered
+from tests.kit.correctors import (
+    ALL,
+    DOWN,
+    FILTERS,
+    KEY,
+    QUERY,
+    SETTINGS,
+    SHAPES,
+    TARGETS,
+    UP,
+    clones,
+    draw,
+    make_prior,
+    oracle,
+    with_settings,
+)
 
 
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
@@ -379,127 +321,3 @@ def test_filter_weights_are_tikhonovs(tau: float, is_relative: bool) -> None:
     found = filter_weights(values, tau, is_relative=is_relative)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
     assert filter_weights(torch.zeros(0), tau, is_relative=is_relative).numel() == 0
-
-
-SIZES = st.integers(1, 9)
-
-
-@st.composite
-def poisoned_factors(draw_from: st.DrawFn, rows: int, columns: int) -> Factors:
-    """Factors of any memory: random, huge, tiny, rank-deficient, or made up without one."""
-    seed = draw_from(st.integers(0, 2**31))
-    generator = torch.Generator().manual_seed(seed)
-    kind = draw_from(st.sampled_from(["random", "deficient", "repeated", "made_up"]))
-    rank = draw_from(st.integers(1, min(rows, columns)))
-    matrix = torch.randn(rows, columns, generator=generator)
-    if kind == "deficient":
-        matrix = torch.outer(matrix[:, 0], matrix[0])
-    if kind == "repeated":
-        matrix = matrix[:1].repeat(rows, 1)
-    factors = exact_factors(matrix, rank).factors
-    scale = draw_from(st.sampled_from([1e-10, 1e-3, 1.0, 1e6, 1e36]))
-    values = factors.values * scale
-    if kind == "made_up":
-        # Not in order, not from any memory: only orthonormality and the sign are checked.
-        values = torch.rand(rank, generator=generator) * scale
-    return Factors(factors.left, values, factors.right)
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    st.data(),
-    SIZES,
-    SIZES,
-    st.sampled_from([0.0, 0.3, 0.9]),
-    st.sampled_from([0.0, 1e-3, 1e3]),
-    st.booleans(),
-    st.sampled_from(FILTERS),
-    st.sampled_from([1e-12, 1.0, 1e12]),
-)
-def test_no_prior_can_turn_a_gradient_around(
-    data: st.DataObject,
-    rows: int,
-    columns: int,
-    alpha: float,
-    tau: float,
-    is_relative: bool,
-    config: Any,
-    size: float,
-) -> None:
-    """<G, corrected> >= alpha ||G||^2 and ||corrected|| <= ||G||, whatever the prior is."""
-    config = with_settings(config, {"alpha": alpha, "tau": tau, "tau_is_relative": is_relative, "rank": None})
-    name = f"{LAYER}mlp.up_proj.weight"
-    factors = data.draw(poisoned_factors(rows, columns))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    raw = torch.randn(rows, columns, generator=generator) * size
-    if data.draw(st.booleans()):
-        # The worst case: a gradient that lies in the prior's directions.
-        raw = (
-            factors.left
-            @ torch.randn(factors.rank, factors.rank, generator=generator)
-            @ factors.right.T
-            * size
-        )
-    corrected = {name: raw.clone()}
-    prior = SpectralPrior(stage=0, version=0, step=0, factors={name: factors})
-    corrector = build_corrector(config, prior=prior, shapes={name: (rows, columns)})
-    report = corrector(corrected, data.draw(st.integers(0, 40)))
-    assert corrector.keeps_descent
-    exact, changed = raw.double(), corrected[name].double()
-    energy = float(exact.square().sum())
-    assert float((exact * changed).sum()) >= (alpha - 1e-5) * energy
-    assert float(changed.norm()) <= (1 + 1e-5) * math.sqrt(energy)
-    assert sum(report.passed.values()) + report.corrected == 1
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(0, 2**31), st.sampled_from(FILTERS), st.sampled_from([0.0, 0.3]))
-def test_bases_that_are_not_orthonormal_cannot_turn_a_gradient_around_either(
-    seed: int, config: Any, alpha: float
-) -> None:
-    """U diag(d) U' is positive semidefinite for any U; that a crooked basis is refused bounds the length only."""
-    config = with_settings(config, {"alpha": alpha})
-    generator = torch.Generator().manual_seed(seed)
-    name, (rows, columns), rank = UP, TARGETS[UP], 5
-    raw = torch.randn(rows, columns, generator=generator)
-    factors = exact_factors(torch.randn(rows, columns, generator=generator), rank).factors
-    crooked = Factors(
-        factors.left + 0.1 * torch.randn(rows, rank, generator=generator) / math.sqrt(rows),
-        torch.rand(rank, generator=generator),
-        factors.right + 0.1 * torch.randn(columns, rank, generator=generator) / math.sqrt(columns),
-    )
-    corrected = {name: raw.clone()}
-    prior = SpectralPrior(stage=0, version=0, step=0, factors={name: crooked})
-    report = build_corrector(config, prior=prior, shapes={name: (rows, columns)})(corrected, 0)
-    assert sum(report.passed.values()) + report.corrected == 1
-    energy = float(raw.double().square().sum())
-    assert float((raw.double() * corrected[name].double()).sum()) >= (alpha - 1e-5) * energy
-    assert float(corrected[name].norm()) <= 1.6 * math.sqrt(energy)
-
-
-def test_mixtures_do_not_promise_descent_and_can_break_it() -> None:
-    raw = draw(TARGETS, 2)
-    against = make_prior({name: -tensor for name, tensor in raw.items()}, None)
-    for config in (
-        SignedConfig(rank=None),
-        BiasConfig(alpha=0.0, rank=None),
-        AdditiveConfig(alpha=0.3, rank=None),
-    ):
-        corrector = build_corrector(config, prior=against, shapes=SHAPES)
-        corrected = clones(raw)
-        corrector(corrected, 10)
-        assert not corrector.keeps_descent
-        assert gradient_cosine(corrected, raw) < 0.1
-
-
-def test_replicas_that_correct_then_average_get_what_averaging_then_correcting_gives() -> None:
-    """The filters are linear."""
-    first, second = draw(TARGETS, 2), draw(TARGETS, 3)
-    mean = {name: (first[name] + second[name]) / 2 for name in first}
-    for config in FILTERS:
-        corrector = build_corrector(config, prior=make_prior(draw(TARGETS, 1), 3), shapes=SHAPES)
-        one, two, both = clones(first), clones(second), clones(mean)
-        for gradients in (one, two, both):
-            corrector(gradients, 10)
-        for name in both:
-            torch.testing.assert_close((one[name] + two[name]) / 2, both[name], rtol=0, atol=1e-5)
