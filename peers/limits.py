@@ -65,6 +65,8 @@ class Limits:
     dial_s: float = 5.0
     redial_first_s: float = 0.25
     redial_ceiling_s: float = 5.0
+    meet_s: float = 8.0
+    """From hearing of a neighbour to the first link with it, as long as it may be counted on."""
     reconnect_s: float = 3.0
     """A broken link whose peer has not come back in this time counts as lost."""
     heartbeat_s: float = 1.0

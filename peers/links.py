@@ -124,6 +124,11 @@ class Links:
         found = (self.get(peer) for peer in list(self.neighbours))
         return [link for link in found if link is not None and (stage is None or link.hello.stage == stage)]
 
+    def expects(self, stage: int) -> bool:
+        """Whether somebody of a neighbour stage, heard of lately, has no link with this peer yet."""
+        now = time.monotonic()
+        return any(n.stage == stage and n.is_expected(now) for n in self.neighbours.values())
+
     def gossip(self, kind: Kind, header: dict[str, Any]) -> None:
         """Post a control frame to every open link."""
         for link in self.open_links():
@@ -286,7 +291,7 @@ class Links:
         neighbour.link = link
         neighbour.stage, neighbour.is_dialler = hello.stage, self._dials(peer, hello.stage)
         neighbour.hear(hello.incarnation)
-        neighbour.up_incarnation = hello.incarnation
+        neighbour.up_incarnation, neighbour.has_met = hello.incarnation, True
         neighbour.breaker.reset()
         if old is not None:
             old.close("replaced")

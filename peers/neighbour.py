@@ -44,7 +44,8 @@ class Neighbour:
     """A peer we want, or have, a link with.
 
     incarnation: the start of this peer that counts, 0 while unknown; up_incarnation: the start that was last
-    reported up, None while the peer is not up. heard: when it, or its record, was last heard of.
+    reported up, None while the peer is not up; has_met: whether it ever was. heard: when it, or its record, was last
+    heard of; known_since: when for the first time.
     """
 
     peer: str
@@ -56,7 +57,9 @@ class Neighbour:
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     incarnation: int = 0
     up_incarnation: int | None = None
+    has_met: bool = False
     heard: float = 0.0
+    known_since: float = field(default_factory=time.monotonic)
     breaker: Breaker = field(default_factory=Breaker)
 
     @property
@@ -68,6 +71,10 @@ class Neighbour:
     def is_idle(self) -> bool:
         """Whether nothing is going on with it."""
         return self.task is None and not self.has_link
+
+    def is_expected(self, now: float) -> bool:
+        """Whether it was heard of so lately that the first link with it may still be on its way."""
+        return not self.has_met and now - self.known_since < LIMITS.meet_s
 
     def is_superseded(self, incarnation: int) -> bool:
         """Whether a start of this peer is an earlier one than is known.

@@ -339,9 +339,10 @@ class StageWorker:
         holder = next((peer for peer, answer in answers.items() if answer is True), None)
         denied = {peer for peer, answer in answers.items() if answer is False}
         now = time.monotonic()
-        if holder is None and not (denied and self.core.askable(entry) <= denied):
-            # Somebody who may hold it did not answer (its link is down). Choosing another peer now would train
-            # the key twice, and calling it lost would lose it.
+        is_certain = bool(denied) and self.core.askable(entry) <= denied
+        if holder is None and (not is_certain or self._links.expects(self.stage + 1)):
+            # Somebody who may hold it did not answer: its link is down, or not there yet. Choosing another peer now
+            # would train the key twice, and calling it lost would lose it.
             self.run(self.core.on_holder_unknown(entry, now))
         else:
             self.run(self.core.on_holder(entry, holder, now))

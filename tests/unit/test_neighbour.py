@@ -61,3 +61,12 @@ def test_only_a_fresh_refusal_counts_against_a_neighbour(
     error: BaseException, refusal: bool, own_fault: bool
 ) -> None:
     assert is_refusal(error) is refusal and is_own_fault(error) is own_fault
+
+
+def test_neighbour_is_counted_on_for_a_while_until_it_was_met() -> None:
+    neighbour = Neighbour("peer", 1, (), is_dialler=True)
+    since = neighbour.known_since
+    assert neighbour.is_expected(since + 1) and neighbour.is_expected(since + LIMITS.meet_s - 0.1)
+    assert not neighbour.is_expected(since + LIMITS.meet_s)
+    neighbour.has_met = True
+    assert not neighbour.is_expected(since + 1), "one that is lost again is another matter"

@@ -50,6 +50,10 @@ class OpenLinks:
 
     def __init__(self) -> None:
         self.open: dict[str, Neighbour] = {}
+        self.is_expecting = False
+
+    def expects(self, stage: int) -> bool:
+        return self.is_expecting
 
     def get(self, peer: str) -> Neighbour | None:
         return self.open.get(peer)
@@ -61,7 +65,7 @@ class OpenLinks:
 class World:
     """A source with a replay, and two peers of the next stage: "near" and "far"."""
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, up: tuple[str, ...] = ("far", "near")) -> None:
         self.questions, self.links = Questions(), OpenLinks()
         self.sent: list[str] = []
         self.worker = StageWorker(
@@ -83,7 +87,7 @@ class World:
         self.worker._send_forward = lambda peer, entry: self.sent.append(peer)  # type: ignore[method-assign]
         core = self.worker.core
         core.on_plan(PLAN, 0.0)
-        for peer in ("far", "near"):
+        for peer in up:
             core.on_peer_up(peer, 0.0)
         (key,) = PLAN.keys()
         self.entry = Entry(key, None, "work", outgoing={}, phase=Phase.OUT, is_replay=True, needs_route=True)
@@ -145,5 +149,24 @@ def test_replay_waits_for_a_peer_that_may_hold_its_key_and_has_not_answered(answ
             assert await world.route() == []
             world.link("far", True)
             assert await world.route() == ["far"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_doomed", [False, True])
+def test_replay_waits_for_a_peer_that_has_never_been_linked_yet(is_doomed: bool) -> None:
+    """Right after the start not all links stand: who holds the key may be the one that is missing."""
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            world = World(tasks, up=("near",))
+            world.entry.is_doomed = is_doomed  # "near" has refused it: it has committed the step
+            world.link("near", False)
+            world.links.is_expecting = True
+            assert await world.route() == [] and world.entry.phase is Phase.OUT
+            world.link("far", True)
+            world.worker.run(world.worker.core.on_peer_up("far", time.monotonic()))
+            assert await world.route() == ["far"]
+            assert world.worker.core.counters["lost"] == 0
 
     asyncio.run(scenario())

@@ -59,6 +59,9 @@ class OneLink:
     def open_links(self, stage: int) -> list[NextLink]:
         return []
 
+    def expects(self, stage: int) -> bool:
+        return False
+
 
 class World:
     """A source with a microbatch that is ready to be sent."""
