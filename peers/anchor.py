@@ -91,7 +91,7 @@ class AnchorPeer:
         self._numels: list[int] = []
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until the run has ended, or this task is cancelled."""
         codec = self._manifest.codec
         if not isinstance(codec, BasisConfig):
             raise UserError(
@@ -116,10 +116,13 @@ class AnchorPeer:
                 published = time.monotonic()
                 await self._announcer.publish()
             version = self._newest()
+            if version is not None and version >= self._manifest.total_steps:
+                self._note("the run is finished: no priors are needed any more")
+                return
             if version is not None and version > (self.figures.version or 0):
                 try:
                     await self._pass(version, store, codec)
-                except (TransferError, CheckpointError, ValueError) as error:
+                except (TransferError, CheckpointError, ValueError, OSError) as error:
                     self.figures.failed += 1
                     self._note(f"warning: no priors of version {version}: {error}")
                     await asyncio.sleep(PUBLISH_S)

@@ -70,8 +70,7 @@ class Priors:
     """See the module. codecs: of the boundaries this peer codes at, by boundary.
 
     counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this boundary's
-    prior by form or shapes; arrays: values that no codec can use). on_ready is called when a prior that a plan waited
-    for has come.
+    prior by form or shapes; arrays: values that no codec can use).
     """
 
     def __init__(
@@ -88,11 +87,9 @@ class Priors:
         traffic: Traffic,
         tasks: asyncio.TaskGroup,
         note: Callable[[str], None],
-        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.bytes_fetched = 0
-        self.on_ready = on_ready
         self.shelf = PriorShelf(manifest.anchors.peers, manifest.model.stages - 1, MAX_PRIOR_BYTES)
         self._manifest, self._stage, self._codecs, self._codec_of = manifest, stage, codecs, codec_of
         self._board, self._p2p, self._server, self._directory = board, p2p, server, directory
@@ -139,8 +136,11 @@ class Priors:
         for record in self._board.priors():
             offer = Offer(record.peer_id, record.boundary, record.step, record.sha256, record.nbytes)
             verdict = self.shelf.take(offer, now)
-            if verdict == "stranger":
-                self._note(f"warning: {offer.publisher[-8:]} offers a prior and is no anchor of this run")
+            if verdict == "stranger" and self.shelf.counters["stranger"] == 1:  # they cost a stranger nothing
+                self._note(
+                    f"warning: {offer.publisher[-8:]} offers a prior and is no anchor of this run (more of this is "
+                    f"only counted)"
+                )
             elif verdict == "conflict":
                 self._note(
                     f"warning: two anchors offer different priors of boundary {offer.boundary} at step "
@@ -171,7 +171,7 @@ class Priors:
         self.holds(plan)
 
     def holds(self, plan: Plan) -> bool:
-        """Whether work of this plan can be coded here. What is missing is fetched, and on_ready called then."""
+        """Whether work of this plan can be coded here. What is missing is fetched."""
         missing = self._missing(plan)
         for boundary in missing:
             self._want(boundary, plan.prior_hashes[boundary], is_urgent=True)
@@ -221,7 +221,6 @@ class Priors:
         self.bytes_fetched += path.stat().st_size  # just written
         self._came.set()
         self._came = asyncio.Event()
-        self.on_ready()
 
     def _load(self, boundary: int, path: Path) -> BoundaryCodec:
         manifest = self._manifest

@@ -49,6 +49,15 @@ def test_swarm_takes_an_anchors_priors_outlives_it_and_takes_another_anchors(
     assert swarm.wait_exits(["other"], 20.0) == {"other": 0}, swarm.report()
 
 
+def test_anchor_leaves_when_the_run_has_ended(swarm: Swarm, tmp_path: Path) -> None:
+    path, peer_id = key(tmp_path, "anchor")
+    begin(swarm, (peer_id,), steps=30, serve_after_s=600.0)
+    member = swarm.join(None, "anchor", is_anchor=True, identity=path)
+    assert swarm.wait_exits(["anchor"], 90.0) == {"anchor": 0}, swarm.report()
+    assert any("the run is finished" in note for note in member.notes)
+    swarm.kill_all()
+
+
 def test_peer_that_the_owner_has_not_named_is_told_so(swarm: Swarm, tmp_path: Path) -> None:
     swarm.make_run(stages=STAGES, replicas=1, steps=3, codec="basis", mask_ratio=50.0)
     swarm.seed()
