@@ -27,18 +27,21 @@ from hivemind.p2p import P2P
 from dht.addresses import parse_address
 from dht.clock import SwarmClock
 from dht.contacts import Contacts
+from dht.grants import AnchorGrant
 from dht.identity import Identity
 from dht.node import create_node
 from dht.records import (
     MANIFESTS_KEY,
     MAX_RECORD_LIFE_S,
     RECORD_LIFE_S,
+    GrantRecord,
     ManifestPointer,
     PeerRecord,
     PriorRecord,
     Record,
     RecordError,
     encode_record,
+    grants_key,
     peers_key,
     place_of,
     priors_key,
@@ -87,6 +90,7 @@ class Noticeboard:
         self._peers: RecordTable[PeerRecord] = RecordTable()
         self._manifests: RecordTable[ManifestPointer] = RecordTable()
         self._priors: RecordTable[PriorRecord] = RecordTable()
+        self._grants: RecordTable[GrantRecord] = RecordTable()
         self._changed = asyncio.Event()
         self._bytes_read = 0
         self._failing: set[str] = set()
@@ -152,7 +156,7 @@ class Noticeboard:
         """Watch the peers of this run from now on; the view fills with the next refresh."""
         if run_id != self.run_id:
             self.run_id = run_id
-            self._peers, self._priors = RecordTable(), RecordTable()
+            self._peers, self._priors, self._grants = RecordTable(), RecordTable(), RecordTable()
             self._notify()
 
     def view(self) -> dict[str, PeerRecord]:
@@ -188,10 +192,18 @@ class Noticeboard:
         """Live offers of priors of the run, whoever makes them; at once, from memory."""
         return list(self._priors.live(self.clock.now()).values())
 
+    def grant(self) -> tuple[AnchorGrant, float] | None:
+        """The owner's latest grant that stands on the board, and the seconds for which it still does."""
+        now = self.clock.now()
+        for record in self._grants.live(now).values():
+            return record.content, record.expires_at - now
+        return None
+
     @property
     def view_version(self) -> int:
-        """Grows whenever `view`, `manifests` or `priors` change in more than expiry times."""
-        return self._peers.version + self._manifests.version + self._priors.version
+        """Grows whenever `view`, `manifests`, `priors` or `grant` change in more than expiry times."""
+        tables = (self._peers, self._manifests, self._priors, self._grants)
+        return sum(table.version for table in tables)
 
     async def wait_changed(self, seen_version: int, deadline_s: float) -> bool:
         """Wait until `view_version` differs from `seen_version`; False if it does not within the deadline."""
@@ -221,7 +233,7 @@ class Noticeboard:
         """Read the board once into the view; False (counted) if that failed."""
         keys = [MANIFESTS_KEY]
         if self.run_id is not None:
-            keys += [peers_key(self.run_id), priors_key(self.run_id)]
+            keys += [peers_key(self.run_id), priors_key(self.run_id), grants_key(self.run_id)]
         try:
             async with asyncio.timeout(deadline_s):
                 found = await self._live_node().get_many(
@@ -288,7 +300,8 @@ class Noticeboard:
         """An expiry later than any this peer has used here, in this start or (if still seen) before."""
         now = self.clock.now()
         # Subkeys of one kind of record are none of another's.
-        seen = max(table.expires_at(place[1]) for table in (self._manifests, self._peers, self._priors))
+        tables = (self._manifests, self._peers, self._priors, self._grants)
+        seen = max(table.expires_at(place[1]) for table in tables)
         before = max(self._published_until.get(place, 0.0), seen)
         expiry = max(now + RECORD_LIFE_S, before + 0.001)
         expiry = min(expiry, now + MAX_RECORD_LIFE_S)
@@ -304,6 +317,9 @@ class Noticeboard:
         )
         self._priors.merge(
             ((s, r) for s, r in records if isinstance(r, PriorRecord) and r.run_id == self.run_id), now
+        )
+        self._grants.merge(
+            ((s, r) for s, r in records if isinstance(r, GrantRecord) and r.run_id == self.run_id), now
         )
         self.validator.forget_expired(now)
         peers = self._peers.live(now)

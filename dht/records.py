@@ -14,6 +14,8 @@ from hivemind.p2p import PeerID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dht.addresses import MAX_ADDRESS_CHARACTERS
+from dht.fields import Count, PeerIdText, RunId
+from dht.grants import MAX_GRANT_BYTES, AnchorGrant, GrantError, decode_grant
 from dht.identity import MAX_PUBLIC_KEY_BYTES, MAX_SIGNATURE_BYTES, Identity, peer_id_of, verify
 
 PROTOCOL_VERSION = 1
@@ -25,14 +27,12 @@ RECORD_LIFE_S = 30.0
 PRIOR_NAME_CHARACTERS = 16
 """Of a prior's hash, in the record of who holds it."""
 MAX_PRIOR_BYTES = 2**30
-_MAX_INTEGER = 2**53
 
-RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Role = Literal["seed", "stage", "anchor"]
-PeerIdText = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,64}$")]
-Count = Annotated[int, Field(ge=0, le=_MAX_INTEGER)]
 Measure = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-Reason = Literal["too_large", "malformed", "protocol", "schema", "public_key", "peer_id", "signature"]
+Reason = Literal[
+    "too_large", "malformed", "protocol", "schema", "public_key", "peer_id", "signature", "owner"
+]
 
 
 class RecordError(ValueError):
@@ -116,11 +116,31 @@ class PriorRecord(_Record):
     nbytes: Annotated[int, Field(ge=1, le=MAX_PRIOR_BYTES)]
 
 
-Record = PeerRecord | ManifestPointer | PriorRecord
-_KINDS: dict[str, type[PeerRecord] | type[ManifestPointer] | type[PriorRecord]] = {
+class GrantRecord(_Record):
+    """The owner's latest grant (`dht.grants`). `peer_id` is whoever put it up: all peers share one place for it.
+
+    grant: its bytes; a record is valid only if the owner of its run has signed them.
+    """
+
+    grant: bytes = Field(max_length=MAX_GRANT_BYTES)
+
+    @property
+    def content(self) -> AnchorGrant:
+        """The grant. Raises GrantError if it is not its owner's, which no decoded record's is."""
+        return decode_grant(self.grant)
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """A grant of a higher number is newer, whoever put it up."""
+        return (self.content.number, self.expires_at)
+
+
+Record = PeerRecord | ManifestPointer | PriorRecord | GrantRecord
+_KINDS: dict[str, type[Record]] = {
     "peer": PeerRecord,
     "manifest": ManifestPointer,
     "prior": PriorRecord,
+    "grant": GrantRecord,
 }
 
 MANIFESTS_KEY = f"swarm-peer/{PROTOCOL_VERSION}/manifests"
@@ -137,10 +157,17 @@ def priors_key(run_id: str) -> str:
     return f"swarm-peer/{PROTOCOL_VERSION}/run/{run_id}/priors"
 
 
+def grants_key(run_id: str) -> str:
+    """DHT key of the grant of a run's owner."""
+    return f"swarm-peer/{PROTOCOL_VERSION}/run/{run_id}/grants"
+
+
 def place_of(record: Record) -> tuple[str, str]:
     """DHT key and subkey where a record stands; it is valid nowhere else."""
     if isinstance(record, PriorRecord):
         return priors_key(record.run_id), f"{record.peer_id}/{record.boundary}"
+    if isinstance(record, GrantRecord):
+        return grants_key(record.run_id), "grant"
     if isinstance(record, ManifestPointer):
         return MANIFESTS_KEY, f"{record.peer_id}/{record.run_id}"
     return peers_key(record.run_id), record.peer_id
@@ -196,6 +223,13 @@ def decode_record(data: bytes) -> Record:
         raise RecordError("peer_id", f"signed by the key of {actual}, but says {record.peer_id}")
     if not verify(record.public_key, _signed_bytes(kind, payload), signature):
         raise RecordError("signature", f"wrong signature on the record of {record.peer_id}")
+    if isinstance(record, GrantRecord):
+        try:
+            owner_of = record.content.run_id
+        except GrantError as error:
+            raise RecordError("owner", str(error)) from error
+        if owner_of != record.run_id:
+            raise RecordError("owner", f"a grant of run {owner_of} on the board of run {record.run_id}")
     return record
 
 

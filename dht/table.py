@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from dht.records import ManifestPointer, PeerRecord, PriorRecord
+from dht.records import GrantRecord, ManifestPointer, PeerRecord, PriorRecord
 
-RecordType = TypeVar("RecordType", PeerRecord, ManifestPointer, PriorRecord)
+RecordType = TypeVar("RecordType", PeerRecord, ManifestPointer, PriorRecord, GrantRecord)
 
 
 class RecordTable(Generic[RecordType]):

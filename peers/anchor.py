@@ -28,6 +28,7 @@ from peers.compute import compute_dtype, model_config
 from peers.config import PeerConfig, UserError
 from peers.engine import Engine, JobPriority
 from peers.fileserver import FileServer
+from peers.grants import Grants
 from peers.heap import settle
 from peers.lifecycle import Lifecycle
 from peers.priors import prior_file_name, write_prior
@@ -76,7 +77,9 @@ class AnchorPeer:
         status: StatusBoard,
         reporter: Reporter,
         addresses: tuple[str, ...],
+        grants: Grants,
     ) -> None:
+        self._grants = grants
         self.figures = status.anchor = AnchorFigures()
         self._config, self._manifest, self._identity = config, manifest, identity
         self._p2p, self._board, self._announcer = p2p, board, announcer
@@ -97,11 +100,7 @@ class AnchorPeer:
             raise UserError(
                 f"run {self._manifest.name!r} uses codec {codec.name}, which needs no anchor: join a stage"
             )
-        if self._identity.peer_id not in self._manifest.anchors.peers:
-            raise UserError(
-                f"the owner of run {self._manifest.name!r} has not named {self._identity.peer_id} as an anchor: "
-                f"its priors would be refused. The owner names anchors with `swarm-peer init --anchor-peers`"
-            )
+        self._check_named("has not named")
         self._lifecycle.go("syncing")
         await self._announcer.publish()
         await self._prepare()
@@ -112,6 +111,7 @@ class AnchorPeer:
         self._note("online as an anchor; waiting for a snapshot of every stage")
         published = float("-inf")
         while True:
+            self._check_named("has revoked")
             if time.monotonic() - published > PUBLISH_S:
                 published = time.monotonic()
                 await self._announcer.publish()
@@ -128,6 +128,14 @@ class AnchorPeer:
                     await asyncio.sleep(PUBLISH_S)
                 published = float("-inf")
             await asyncio.sleep(LOOK_S)
+
+    def _check_named(self, what: str) -> None:
+        """Raise UserError unless this peer is an anchor of the run."""
+        if self._identity.peer_id not in self._grants.anchors:
+            raise UserError(
+                f"the owner of run {self._manifest.name!r} {what} {self._identity.peer_id} as an anchor: its priors "
+                f"would be refused. The owner names anchors with `swarm-peer init RUN_DIR --grant-anchor PEER_ID`"
+            )
 
     async def _prepare(self) -> None:
         """Fetch the initial state of every stage and build them on the compute thread."""

@@ -1,7 +1,8 @@
 """Which priors a peer knows of, and which one the next plan may name. Pure.
 
-An offer counts if an anchor that the owner named has signed it. Of two anchors' offers for one version of the
-weights the first in the manifest's order counts; the other is a counted conflict.
+An offer counts if an anchor that the owner named or granted has signed it. Of two anchors' offers for one version
+of the weights that of the first anchor counts (the manifest's order, then that of the grant); the other is a
+counted conflict.
 """
 
 from __future__ import annotations
@@ -39,17 +40,27 @@ class Offer:
 class PriorShelf:
     """The offers one peer has seen.
 
-    anchors: peer ids in the manifest's order. boundaries: their number. limit_bytes: of one prior.
+    anchors: peer ids, the first counts most. boundaries: their number. limit_bytes: of one prior.
     counters: offers refused, by reason (stranger, boundary, size), and conflicts, each offer once.
     """
 
     def __init__(self, anchors: Sequence[str], boundaries: int, limit_bytes: int) -> None:
         self.counters: Counter[str] = Counter()
+        self._anchors = tuple(anchors)
         self._ranks = {peer: rank for rank, peer in enumerate(anchors)}
         self._boundaries, self._limit_bytes = boundaries, limit_bytes
         self._offers: list[dict[int, Offer]] = [{} for _ in range(boundaries)]
         self._since: dict[str, float] = {}
         self._judged: set[tuple[str, str]] = set()
+
+    def recognise(self, anchors: tuple[str, ...]) -> None:
+        """Go by these anchors from now on: offers that were a stranger's are looked at anew, those of an anchor that
+        is revoked are named no more.
+        """
+        if anchors != self._anchors:
+            self._anchors = anchors
+            self._ranks = {peer: rank for rank, peer in enumerate(anchors)}
+            self._judged.clear()
 
     def take(self, offer: Offer, now: float) -> str | None:
         """Look at an offer. Returns "new" for one that counts from now on, the reason if it is refused, and None
@@ -75,8 +86,8 @@ class PriorShelf:
 
     def newest(self, boundary: int) -> Offer | None:
         """The offer of the latest weights at a boundary."""
-        offers = self._offers[boundary]
-        return offers[max(offers)] if offers else None
+        offers = [offer for offer in self._offers[boundary].values() if offer.publisher in self._ranks]
+        return max(offers, key=lambda offer: offer.step, default=None)
 
     def find(self, boundary: int, sha256: str) -> Offer | None:
         """An offer by its hash."""
@@ -110,6 +121,8 @@ class PriorShelf:
             offer = offers[step]
             if before is not None and step <= before.step:
                 break
+            if offer.publisher not in self._ranks:
+                continue
             is_late = now - self._since[offer.sha256] > PATIENCE_S
             for stage in (boundary, boundary + 1):
                 peers = rosters[stage]
@@ -134,7 +147,7 @@ class PriorShelf:
             return "size"
         known = self._offers[offer.boundary].get(offer.step)
         if known is not None and known.sha256 != offer.sha256:
-            if self._ranks[known.publisher] <= self._ranks[offer.publisher]:
+            if self._ranks.get(known.publisher, len(self._ranks)) <= self._ranks[offer.publisher]:
                 return "conflict"
             self.counters["conflict"] += 1
         return "new"

@@ -67,7 +67,7 @@ def write_prior(directory: Path, boundary: int, data: bytes) -> tuple[str, Path]
 
 
 class Priors:
-    """See the module. codecs: of the boundaries this peer codes at, by boundary.
+    """See the module. codecs: of the boundaries this peer codes at, by boundary. anchors: whose priors count, now.
 
     counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this boundary's
     prior by form or shapes; arrays: values that no codec can use).
@@ -87,10 +87,12 @@ class Priors:
         traffic: Traffic,
         tasks: asyncio.TaskGroup,
         note: Callable[[str], None],
+        anchors: Callable[[], tuple[str, ...]],
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.bytes_fetched = 0
-        self.shelf = PriorShelf(manifest.anchors.peers, manifest.model.stages - 1, MAX_PRIOR_BYTES)
+        self._anchors = anchors
+        self.shelf = PriorShelf(anchors(), manifest.model.stages - 1, MAX_PRIOR_BYTES)
         self._manifest, self._stage, self._codecs, self._codec_of = manifest, stage, codecs, codec_of
         self._board, self._p2p, self._server, self._directory = board, p2p, server, directory
         self._traffic, self._tasks, self._note = traffic, tasks, note
@@ -133,6 +135,7 @@ class Priors:
     def tick(self) -> None:
         """Look at what anchors offer, and fetch the newest of each boundary."""
         now = time.monotonic()
+        self.shelf.recognise(self._anchors())
         for record in self._board.priors():
             offer = Offer(record.peer_id, record.boundary, record.step, record.sha256, record.nbytes)
             verdict = self.shelf.take(offer, now)
@@ -141,10 +144,10 @@ class Priors:
                     f"warning: {offer.publisher[-8:]} offers a prior and is no anchor of this run (more of this is "
                     f"only counted)"
                 )
-            elif verdict == "conflict":
+            elif verdict == "conflict" and self.shelf.counters["conflict"] == 1:
                 self._note(
                     f"warning: two anchors offer different priors of boundary {offer.boundary} at step "
-                    f"{offer.step}: the one that the manifest names first counts"
+                    f"{offer.step}: that of the first anchor counts (more of this is only counted)"
                 )
         for boundary in self._codecs:
             newest = self.shelf.newest(boundary)

@@ -23,6 +23,7 @@ from peers.announcer import Announcer
 from peers.config import PeerConfig, UserError
 from peers.engine import Engine
 from peers.fileserver import FileServer
+from peers.grants import Grants
 from peers.heap import settle
 from peers.initial import dial_initial_peers
 from peers.joining import thinnest_stage
@@ -92,12 +93,22 @@ class Session:
                 board, identity, manifest, role, stage, self._addresses, self._lifecycle, self._status
             )
             files = RunFiles(manifest, directory, p2p, lambda: self._holders(holders), self._traffic)
+            grants = Grants(
+                manifest=manifest,
+                directory=directory,
+                identity=identity,
+                board=board,
+                is_seed=role == "seed",
+                note=self._reporter.note,
+            )
+            await grants.look()
             stack.callback(lambda: self._reporter.summary(self._status.summary(self.exit_reason)))
             async with asyncio.TaskGroup() as tasks:
                 stack_tasks = [
                     board.start(tasks),
                     tasks.create_task(self._metrics.watch_loop()),
                     tasks.create_task(self._report()),
+                    tasks.create_task(grants.run()),
                     tasks.create_task(self._watch_host(p2p)),
                 ]
                 try:
@@ -117,6 +128,7 @@ class Session:
                             status=self._status,
                             reporter=self._reporter,
                             addresses=self._addresses,
+                            grants=grants,
                         ).run()
                     elif stage is None:
                         await self._serve(announcer, manifest)
@@ -138,6 +150,7 @@ class Session:
                             status=self._status,
                             reporter=self._reporter,
                             addresses=self._addresses,
+                            grants=grants,
                         ).run(tasks)
                 except asyncio.CancelledError:
                     if self.exit_reason == "done":  # nobody told it to leave: a task beside this one failed

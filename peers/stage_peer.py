@@ -22,6 +22,7 @@ from peers.config import PeerConfig
 from peers.engine import Engine
 from peers.fileserver import FileServer
 from peers.frames import Frame
+from peers.grants import Grants
 from peers.heap import settle
 from peers.joining import Standing
 from peers.lifecycle import Lifecycle
@@ -71,7 +72,9 @@ class StagePeer:
         status: StatusBoard,
         reporter: Reporter,
         addresses: tuple[str, ...],
+        grants: Grants,
     ) -> None:
+        self._grants = grants
         self._config, self._stage, self._manifest, self._identity = config, stage, manifest, identity
         self._p2p, self._board, self._announcer = p2p, board, announcer
         self._files, self._server, self._engine = files, server, engine
@@ -161,6 +164,7 @@ class StagePeer:
             traffic=self._traffic,
             tasks=tasks,
             note=note,
+            anchors=lambda: self._grants.anchors,
         )
         self._trainer = Trainer(
             manifest=self._manifest,

@@ -11,12 +11,13 @@ import tyro
 from peers.commands.options import CommandOptions
 
 DESCRIPTION = """\
-Print the peer id of a key file, made if it does not exist. A run's owner names its anchors by their ids when the
-run is made, so who is to be an anchor makes a key first and gives the id to the owner.
+Print the peer id of a key file, made if it does not exist. A run's owner names its anchors by their ids, so who is
+to be an anchor makes a key first and gives the id to the owner.
 
 Examples:
   swarm-peer identity anchor.key
   swarm-peer init my-run --anchor-peers 12D3Koo... --model smollm2-135m --data stdlib
+  swarm-peer init my-run --grant-anchor 12D3Koo...          (of a run that exists)
   swarm-peer join --anchor --stage all --identity anchor.key --initial-peers ADDRESS
 """
 

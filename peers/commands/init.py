@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,11 @@ Examples:
   swarm-peer init my-run --model HuggingFaceTB/SmolLM2-1.7B --data roneneldan/TinyStories --stages 8
   swarm-peer init my-run --model ./model --data ./texts --codec mask --mask-ratio 95 --steps 1000
   swarm-peer init my-run --model model.gguf --data notes.jsonl --text-field body --freeze embedding head
+
+With --grant-anchor or --revoke-anchor an existing run gets other anchors instead, also while it trains:
+  swarm-peer init my-run --grant-anchor 12D3Koo...
+The grant is signed with the owner's key and put into RUN_DIR; a seed that serves this folder passes it on within
+seconds, and the peers to one another.
 """
 
 Progress = Callable[[str, float, float | None], None]
@@ -164,7 +170,13 @@ class InitOptions(RunOptions):
     """Create a run."""
 
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """Folder to make; must not exist."""
+    """Folder to make; must not exist, except to grant or revoke anchors."""
+
+    grant_anchor: tuple[str, ...] = ()
+    """Name these peer ids as anchors of the existing run in RUN_DIR, after those it has (needs its owner.key)."""
+
+    revoke_anchor: tuple[str, ...] = ()
+    """Priors of these anchors of the existing run in RUN_DIR count no more; what is in force stays until replaced."""
 
 
 class CreateRun(Protocol):
@@ -239,6 +251,28 @@ def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
         )
 
 
+def grant(options: InitOptions, run_dir: Path) -> int:
+    """Change the anchors of an existing run. Raises UserError."""
+    from rich.console import Console
+
+    from peers.commands.grant import grant_anchors
+
+    allowed = {"run_dir", "config", "grant_anchor", "revoke_anchor"}
+    for field in dataclasses.fields(options):
+        if field.name not in allowed and getattr(options, field.name) != field.default:
+            option = field.name.replace("_", "-")
+            raise UserError(
+                f"--{option} is fixed once a run exists: --grant-anchor changes its anchors alone"
+            )
+    anchors = grant_anchors(run_dir, options.grant_anchor, options.revoke_anchor)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"anchors of the run in {run_dir}, the first counts most:", markup=False)
+    for peer in anchors:
+        console.print(f"  {peer}", markup=False)
+    console.print("a seed that serves this folder passes this on within seconds", markup=False)
+    return 0
+
+
 def run(options: InitOptions) -> int:
     """Create the run and say what was made."""
     import time
@@ -249,6 +283,8 @@ def run(options: InitOptions) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     run_dir = options.run_dir.expanduser()
+    if options.grant_anchor or options.revoke_anchor:
+        return grant(options, run_dir)
     check_target(run_dir)
     check_sources(options)
     started = time.monotonic()

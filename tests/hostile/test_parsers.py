@@ -11,11 +11,21 @@ from typing import Any
 import msgpack
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dht.grants import AnchorGrant
 from dht.identity import Identity
-from dht.records import ManifestPointer, PeerRecord, PriorRecord, RecordError, decode_record, encode_record
+from dht.records import (
+    GrantRecord,
+    ManifestPointer,
+    PeerRecord,
+    PriorRecord,
+    RecordError,
+    decode_record,
+    encode_record,
+)
 from peers import round_messages
 from peers.frames import LONG_HEADERS, Frame, FrameError, Kind, decode_header, unpack_tensors
 from peers.limits import LIMITS
@@ -27,6 +37,7 @@ from peers.stage import parse_key
 from peers.start import Start, parse_start
 from swarm.activation.config import DenseConfig
 from swarm.activation.registry import build_codec
+from swarm.manifest import run_id_of
 from swarm.plan import MicrobatchKey, Plan, Slot
 from tests.hostile.garbage import (
     BOMBS,
@@ -45,6 +56,9 @@ from tests.hostile.garbage import (
 
 # Without this pytest and hypothesis together keep something of every example: gigabytes in the long mode.
 pytestmark = pytest.mark.filterwarnings("ignore")
+OWNER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+OWNER_PUBLIC = OWNER.public_key().public_bytes_raw()
+GRANT = AnchorGrant(run_id=run_id_of(OWNER_PUBLIC.hex()), number=2, peers=(f"Qm{'2' * 44}",)).signed(OWNER)
 PEERS = tuple(f"Qm{number:044d}" for number in range(4))
 PLAN = Plan(
     step=3,
@@ -254,12 +268,13 @@ def records_of(identity: Identity, now: float = 0.0) -> list[Any]:
         ),
         ManifestPointer(**common, manifest_sha256="0" * 64, nbytes=100, name="a run"),
         PriorRecord(**common, boundary=1, step=20, sha256="0" * 64, nbytes=100),
+        GrantRecord(**{**common, "run_id": GRANT.run_id}, grant=GRANT.encode()),
     ]
 
 
 @examples(250, 8_000)
 @given(
-    st.integers(0, 2),
+    st.integers(0, 3),
     mutation_lists,
     st.sampled_from(["resign", "keep", "other", "swap"]),
     st.binary(max_size=8),
@@ -276,7 +291,7 @@ def test_a_record_that_was_touched_is_refused_and_nothing_else(
     changed = msgpack.packb(frame.header)
     if signing != "keep":  # a forger signs with its own key; the owner may sign nonsense itself
         if signing == "swap":
-            kind = {"peer": "manifest", "manifest": "prior", "prior": "peer"}[kind]
+            kind = {"peer": "manifest", "manifest": "prior", "prior": "grant", "grant": "peer"}[kind]
         by = thief if signing == "other" else owner
         signature = by.sign(b"record\0" + kind.encode() + b"\0" + changed)
     try:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.swarm import Member, Swarm, wait_for
+from peers.commands.grant import grant_anchors
+from peers.config import PeerConfig
+from tests.kit.swarm import LOOPBACK, Member, Swarm, wait_for
 from tests.swarm.test_priors import NAMES, STAGES, begin, key, priors, still_trains
 
 pytestmark = pytest.mark.e2e
@@ -58,10 +60,39 @@ def test_anchor_leaves_when_the_run_has_ended(swarm: Swarm, tmp_path: Path) -> N
     swarm.kill_all()
 
 
+def test_anchor_that_is_granted_while_the_run_trains_is_used_and_ends_when_it_is_revoked(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    path, peer_id = key(tmp_path, "anchor")
+    run_dir = begin(swarm, (), steps=5000)
+    swarm.join(None, "too-early", is_anchor=True, identity=path)
+    assert swarm.wait_exits(["too-early"], 60.0) == {"too-early": 2}, swarm.report()
+    grant_anchors(run_dir, [peer_id], [])
+    said = f"the owner has granted anchors: {peer_id[-8:]}"
+    wait_for(lambda: all(said in swarm.members[name].notes for name in NAMES), 60.0, "the grant", swarm)
+    swarm.kill("seed")  # the peers pass the grant on, and a newcomer finds it
+    swarm.address = swarm.members["0-0"].last("ready")["addresses"][0]
+    anchor = swarm.join(None, "anchor", is_anchor=True, identity=path)
+    near = [name for name in NAMES if name[0] in "01"]
+    wait_for(
+        lambda: passes(anchor) >= 1 and all(version_in_force(swarm, name, 0) >= 1 for name in near),
+        90.0,
+        "the granted anchor's prior",
+        swarm,
+    )
+    still_trains(swarm)
+    again = PeerConfig(stage=None, run_dir=run_dir, initial_peers=(swarm.address,), listen=LOOPBACK)
+    swarm.start("seed-again", again)
+    grant_anchors(run_dir, [], [peer_id])
+    assert swarm.wait_exits(["anchor"], 60.0) == {"anchor": 2}, swarm.report()
+    assert any("has revoked" in note for note in anchor.notes)
+    still_trains(swarm)
+
+
 def test_peer_that_the_owner_has_not_named_is_told_so(swarm: Swarm, tmp_path: Path) -> None:
     swarm.make_run(stages=STAGES, replicas=1, steps=3, codec="basis", mask_ratio=50.0)
     swarm.seed()
     path, peer_id = key(tmp_path, "anchor")
     member = swarm.join(None, "anchor", is_anchor=True, identity=path)
     assert swarm.wait_exits(["anchor"], 60.0) == {"anchor": 2}, swarm.report()
-    assert [n for n in member.notes if n.startswith("error: ") and peer_id in n and "--anchor-peers" in n]
+    assert [n for n in member.notes if n.startswith("error: ") and peer_id in n and "--grant-anchor" in n]

@@ -95,6 +95,29 @@ def test_of_two_priors_of_one_version_that_of_the_first_anchor_counts(is_first_k
     assert one.counters["conflict"] == 1
 
 
+def test_offer_of_a_stranger_counts_once_the_owner_grants_and_no_more_once_it_revokes() -> None:
+    late = offer("late", step=7)
+    one = shelf(offer(step=5))
+    assert one.take(late, NOW) == "stranger"
+    one.recognise(("anchor", "second", "late"))
+    assert one.take(late, NOW) == "new"
+    chosen = one.choose(INITIAL, held(late), ROSTERS, NOW)
+    assert chosen[0] == PriorRef(1, late.sha256)
+    one.recognise(("anchor", "second"))
+    assert one.newest(0) == offer(step=5)
+    assert one.choose(chosen, held(late, offer(step=5)), ROSTERS, NOW) == chosen, "what is in force stays"
+    one.take(offer(step=9), NOW)
+    assert one.choose(chosen, held(late, offer(step=9)), ROSTERS, NOW)[0] == PriorRef(2, offer(step=9).sha256)
+
+
+def test_anchors_offer_replaces_that_of_one_that_was_revoked() -> None:
+    one = shelf(offer(content="x"))
+    one.recognise(("second",))
+    assert one.take(offer("second", content="y"), NOW) == "new"
+    found = one.newest(0)
+    assert found is not None and found.publisher == "second"
+
+
 def test_memory_is_bounded() -> None:
     one = shelf(*(offer(step=step) for step in range(100)))
     assert sum(one.find(0, offer(step=step).sha256) is not None for step in range(100)) == KEPT_OFFERS
