@@ -40,6 +40,8 @@ from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_snapshot
 from swarm.activation.config import BasisConfig
 from swarm.activation.fit import fit_basis_prior
+from swarm.activation.registry import needs_tokens
+from swarm.activation.tokens import TOKENS_FILE
 from swarm.anchor.boundary_prior import BoundaryPrior, encode_boundary_prior
 from swarm.anchor.passes import AnchorModel
 from swarm.data.order import samples_from_far_end
@@ -144,6 +146,8 @@ class AnchorPeer:
             artifact = manifest.artifact(stage_name(stage))
             self._note(f"getting {artifact.name} ({artifact.nbytes / 1e6:.1f} MB)")
             await self._files.ensure(artifact.name)
+        if needs_tokens(manifest.codec):
+            await self._files.ensure(TOKENS_FILE)
 
         def build() -> AnchorModel:
             config = model_config(manifest)
@@ -196,13 +200,16 @@ class AnchorPeer:
         def fit() -> list[bytes]:
             batches = [dataset.batch(samples[i : i + rows]) for i in range(0, len(samples), rows)]
             boundaries = self._model.boundary_samples(batches, codec.calibration_tokens, seed=version)
+            features = None
+            if needs_tokens(codec):  # the same tokens at every boundary
+                features = boundaries[0].tokens.features(self._files.tokens("cpu"), codec.prediction)
             return [
                 encode_boundary_prior(
                     BoundaryPrior(
                         boundary,
                         version=0,  # the plan that puts it in force counts
                         step=version,
-                        arrays=fit_basis_prior(found.hidden, found.gradient, found.offsets, codec),
+                        arrays=fit_basis_prior(found.hidden, found.gradient, found.offsets, codec, features),
                     )
                 )
                 for boundary, found in enumerate(boundaries)

@@ -11,15 +11,17 @@ from peers.config import PeerConfig
 from peers.engine import Engine, JobPriority
 from peers.run_files import RunFiles, prior_name, stage_name
 from swarm.activation.base import BoundaryCodec
-from swarm.activation.registry import build_codec, needs_prior
+from swarm.activation.registry import build_codec, needs_prior, needs_tokens
+from swarm.activation.tokens import TOKENS_FILE
 from swarm.activation.versions import VersionedCodec
 from swarm.manifest import RunManifest
 
 
 def codec_of(
-    config: PeerConfig, manifest: RunManifest, boundary: int, prior: dict[str, Tensor] | None
+    config: PeerConfig, files: RunFiles, boundary: int, prior: dict[str, Tensor] | None
 ) -> BoundaryCodec:
     """The codec of a boundary with this prior. Raises ValueError if the prior does not fit the manifest."""
+    manifest = files.manifest
     return build_codec(
         manifest.codec,
         hidden_size=manifest.model.hidden_size,
@@ -28,6 +30,7 @@ def codec_of(
         prior=prior,
         device=config.device,
         dtype=compute_dtype(manifest),
+        tokens=files.tokens(config.device) if needs_tokens(manifest.codec) else None,
     )
 
 
@@ -46,6 +49,8 @@ async def prepare_stage(
     names = [stage_name(stage)] if config.compute.is_real else []
     if needs_prior(manifest.codec):
         names += [prior_name(b) for b in (stage - 1, stage) if 0 <= b < manifest.model.stages - 1]
+    if needs_tokens(manifest.codec):
+        names.append(TOKENS_FILE)
     for name in names:
         artifact = manifest.artifact(name)
         note(f"getting {name} ({artifact.nbytes / 1e6:.1f} MB)")
@@ -55,8 +60,8 @@ async def prepare_stage(
         if not 0 <= boundary < manifest.model.stages - 1:
             return None
         if not needs_prior(manifest.codec):
-            return codec_of(config, manifest, boundary, None)
-        return VersionedCodec(boundary, codec_of(config, manifest, boundary, files.prior(boundary)))
+            return codec_of(config, files, boundary, None)
+        return VersionedCodec(boundary, codec_of(config, files, boundary, files.prior(boundary)))
 
     def build() -> tuple[StageCompute, Boundaries]:
         boundaries = Boundaries(incoming=codec(stage - 1), outgoing=codec(stage))

@@ -12,12 +12,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import torch
 from hivemind.p2p import P2P
 from safetensors.torch import load_file
 from torch import Tensor
 
 from peers.traffic import Traffic
 from peers.transfer import fetch_artifact
+from swarm.activation.tokens import TOKENS_FILE, TokenTable
 from swarm.data.dataset import PackedDataset
 from swarm.manifest import RunManifest
 
@@ -36,6 +38,7 @@ class RunFiles:
         self.artifacts = directory / "artifacts"
         self._p2p, self._holders, self._traffic = p2p, holders, traffic
         self._dataset: PackedDataset | None = None
+        self._tokens: tuple[str, TokenTable] | None = None
         self._lock = asyncio.Lock()
 
     async def ensure(self, name: str, progress: Progress | None = None) -> Path:
@@ -73,6 +76,12 @@ class RunFiles:
         """The fitted arrays of a boundary; its file must be here (`ensure`)."""
         prior: dict[str, Tensor] = load_file(self.artifacts / prior_name(boundary))
         return prior
+
+    def tokens(self, device: torch.device | str) -> TokenTable:
+        """The run's token table on a device, one for all codecs; its file must be here. Raises ValueError."""
+        if self._tokens is None or self._tokens[0] != str(device):
+            self._tokens = (str(device), TokenTable(load_file(self.artifacts / TOKENS_FILE), device))
+        return self._tokens[1]
 
 
 def stage_name(stage: int) -> str:

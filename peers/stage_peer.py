@@ -156,7 +156,7 @@ class StagePeer:
             manifest=self._manifest,
             stage=self._stage,
             codecs=codecs,
-            codec_of=lambda boundary, prior: codec_of(self._config, self._manifest, boundary, prior),
+            codec_of=lambda boundary, prior: codec_of(self._config, self._files, boundary, prior),
             board=self._board,
             p2p=self._p2p,
             server=self._server,

@@ -18,7 +18,8 @@ from peers.limits import PROTOCOL_VERSION
 from swarm.activation.calibrate import cast_parameters_, collect_boundary_samples
 from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig
 from swarm.activation.fit import fit_basis_prior, fit_mean_prior
-from swarm.activation.registry import needs_prior
+from swarm.activation.registry import needs_prior, needs_tokens
+from swarm.activation.tokens import TOKENS_FILE, TokenTable, make_token_table
 from swarm.data.config import DataConfig
 from swarm.data.dataset import PackedDataset
 from swarm.data.order import samples_from_far_end
@@ -55,13 +56,19 @@ def codec_config(options: RunOptions) -> AnyCodec:
     values = options.codec_values
     if options.codec != "mask" and (options.mask_fill != "zero" or options.mask_rescale != "none"):
         raise UserError("--mask-fill and --mask-rescale belong to --codec mask")
+    if options.codec != "basis" and options.prediction is not None:
+        raise UserError("--prediction belongs to --codec basis")
     try:
         if options.codec == "basis":
             if values is not None:
                 raise UserError(
                     "--codec-values belongs to --codec mask and dense; basis sends 1 to 8 bits per coordinate"
                 )
-            return BasisConfig(calibration_microbatches=options.calibration_microbatches, **ratio)
+            return BasisConfig(
+                calibration_microbatches=options.calibration_microbatches,
+                prediction=options.prediction or BasisConfig().prediction,
+                **ratio,
+            )
         if options.codec == "mask":
             return MaskConfig(
                 values=values or "bf16", fill=options.mask_fill, rescale=options.mask_rescale, **ratio
@@ -193,7 +200,13 @@ def _build(
         dataset = PackedDataset(artifacts, index)
         rows = options.rows_per_microbatch
         batches = [dataset.batch(samples[i : i + rows]) for i in range(0, len(samples), rows)]
-        _fit_priors(model, cuts, batches, DTYPES[options.compute], codec, artifacts, show)
+        tokens = None
+        if isinstance(codec, BasisConfig) and needs_tokens(codec):
+            embedding = model.get_input_embeddings().weight
+            arrays = make_token_table(embedding, dataset.token_counts(), codec.prediction)
+            save_file(arrays, str(artifacts / TOKENS_FILE))
+            tokens = TokenTable(arrays)
+        _fit_priors(model, cuts, batches, DTYPES[options.compute], codec, tokens, artifacts, show)
 
     files = sorted(path for path in artifacts.rglob("*") if path.is_file())
     described = []
@@ -235,6 +248,7 @@ def _fit_priors(
     batches: Sequence[Any],
     dtype: torch.dtype,
     codec: AnyCodec,
+    table: TokenTable | None,
     artifacts: Path,
     show: Progress,
 ) -> None:
@@ -250,11 +264,14 @@ def _fit_priors(
         max_tokens=tokens,
         progress=lambda done, total: show("calibrate codec", done, total),
     )
+    features = None
+    if table is not None and isinstance(codec, BasisConfig):  # the same tokens at every boundary
+        features = boundaries[0].tokens.features(table, codec.prediction)
     for boundary, samples in enumerate(boundaries):
         show("fit codec", boundary, len(boundaries))
         try:
             prior = (
-                fit_basis_prior(samples.hidden, samples.gradient, samples.offsets, codec)
+                fit_basis_prior(samples.hidden, samples.gradient, samples.offsets, codec, features)
                 if isinstance(codec, BasisConfig)
                 else fit_mean_prior(samples.hidden, samples.offsets)
             )

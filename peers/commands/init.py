@@ -112,6 +112,9 @@ class RunOptions(CommandOptions):
     calibration_microbatches: int = 32
     """basis: microbatches that run through the model once, unmasked, to fit the bases."""
 
+    prediction: Literal["none", "token", "context"] | None = None
+    """basis: what hidden states are predicted from, so that only the rest is sent; none without it."""
+
     averaging_values: Literal["fp16", "fp32"] = "fp16"
     """Number format of averaged gradients on the wire."""
 

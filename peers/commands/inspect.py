@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from peers.commands.build import DTYPES, prior_name
 from swarm.activation.base import BoundaryCodec, CodecKey
-from swarm.activation.registry import build_codec, needs_prior
+from swarm.activation.registry import build_codec, needs_prior, needs_tokens
+from swarm.activation.tokens import TOKENS_FILE, TokenTable
 from swarm.data.dataset import PackedDataset
 from swarm.data.order import samples_of_step
 from swarm.manifest import RunManifest
@@ -103,6 +104,7 @@ def stage_rows(manifest: RunManifest) -> list[StageRow]:
 
 def run_codecs(manifest: RunManifest, artifacts: Path) -> list[BoundaryCodec]:
     """The codec of every boundary of the run, on the CPU."""
+    tokens = TokenTable(load_file(artifacts / TOKENS_FILE)) if needs_tokens(manifest.codec) else None
     return [
         build_codec(
             manifest.codec,
@@ -112,6 +114,7 @@ def run_codecs(manifest: RunManifest, artifacts: Path) -> list[BoundaryCodec]:
             prior=load_file(artifacts / prior_name(boundary)) if needs_prior(manifest.codec) else None,
             device="cpu",
             dtype=DTYPES[manifest.compute],
+            tokens=tokens,
         )
         for boundary in range(len(manifest.model.cuts))
     ]

@@ -51,18 +51,24 @@ class CodecKey:
     document_starts: bool [B, T].
     priors: hash of the prior in force at every boundary of the run, "" for the run's initial one; empty where
         the initial ones are in force everywhere.
+    token_ids: int64 [B, T]; None will do for codecs that predict nothing from them.
     """
 
     step: int
     sample_ids: Tensor
     document_starts: Tensor
     priors: tuple[str, ...] = ()
+    token_ids: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch, step: int, priors: tuple[str, ...] = ()) -> CodecKey:
         """The key of a batch at a step whose plan names these priors."""
         return cls(
-            step=step, sample_ids=batch.sample_ids, document_starts=batch.document_starts, priors=priors
+            step=step,
+            sample_ids=batch.sample_ids,
+            document_starts=batch.document_starts,
+            priors=priors,
+            token_ids=batch.token_ids,
         )
 
     def prior(self, boundary: int) -> str:

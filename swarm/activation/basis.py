@@ -1,8 +1,8 @@
 """The basis codec: hidden states and gradients in bases fitted beforehand, at a few bits per coordinate.
 
-A token's hidden state, less the mean, is written in a Fisher-weighted principal basis (whose leading directions
-are those in which an error costs loss), its gradient in the principal directions of the gradients. `quantise`
-says how coordinates become bits.
+A token's hidden state, less the mean and what the token ids predict (`prediction`), is written in a
+Fisher-weighted principal basis (whose leading directions are those in which an error costs loss), its gradient in
+the principal directions of the gradients. `quantise` says how coordinates become bits.
 
 Massive activations (a handful of channels a hundred times larger than everything else) are sent in full in
 bfloat16, for one lost value ruins the document: at document starts and other positions that calibration found,
@@ -33,7 +33,9 @@ from swarm.activation.base import (
     check_payload,
 )
 from swarm.activation.config import BasisConfig, code_budget_bytes
+from swarm.activation.prediction import TokenPredictor
 from swarm.activation.quantise import WidthTable, dequantise, quantise, rank_tokens, token_scales
+from swarm.activation.tokens import TokenTable
 
 
 def document_positions(document_starts: Tensor) -> Tensor:
@@ -76,10 +78,13 @@ class _Coder:
             "escaped": TensorSpec(torch.bfloat16, (escaped, self.centre.shape[0])),
         }
 
-    def encode(self, rows: Tensor) -> Payload:
-        """Payload of rows [n, H], any float dtype."""
+    def encode(self, rows: Tensor, predicted: Tensor | None) -> Payload:
+        """Payload of rows [n, H], any float dtype. predicted: [n, H], None for 0."""
         # The mean is subtracted in fp32: outlier channels would lose their small variations in bf16.
-        centred = (rows.float() - self.centre).to(self.analysis.dtype)
+        centred = rows.float() - self.centre
+        if predicted is not None:
+            centred -= predicted
+        centred = centred.to(self.analysis.dtype)
         coordinates = (centred @ self.analysis).float()
         scales = token_scales(coordinates, self.scale)
         order = rank_tokens(scales)
@@ -91,15 +96,17 @@ class _Coder:
             "escaped": rows[order[:escaped]].to(torch.bfloat16),
         }
 
-    def decode(self, payload: Payload) -> Tensor:
-        """Rows [n, H] in the compute dtype from a checked payload."""
+    def decode(self, payload: Payload, predicted: Tensor | None) -> Tensor:
+        """Rows [n, H] in the compute dtype from a checked payload. predicted: as `encode` had it, up to rounding."""
         scales, dtype = payload["scales"], self.synthesis.dtype
         order = rank_tokens(scales)
         escaped = scales.shape[0] // self.escape_interval
         coordinates = dequantise(payload["codes"], scales[order[escaped:]], self.scale, self.table)
-        restored = ((coordinates.to(dtype) @ self.synthesis).float() + self.centre).to(dtype)
+        restored = (coordinates.to(dtype) @ self.synthesis).float() + self.centre
+        if predicted is not None:
+            restored += predicted.index_select(0, order[escaped:])
         rows = torch.empty((scales.shape[0], self.centre.shape[0]), dtype=dtype, device=scales.device)
-        rows.index_copy_(0, order[escaped:], restored)
+        rows.index_copy_(0, order[escaped:], restored.to(dtype))
         return rows.index_copy_(0, order[:escaped], payload["escaped"].to(dtype))
 
 
@@ -107,8 +114,9 @@ class BasisCodec(BoundaryCodec):
     """See the module. `prior` is what `fit_basis_prior` returns:
 
     mean: fp32 [H]; encode, decode: [H, R]; scale: fp32 [R]; widths: integer [C, 4]; gradient_basis: [H, R'];
-    gradient_scale: fp32 [R']; gradient_widths: integer [C, 4]; dense_offsets: integer [n]. Raises ValueError
-    for missing arrays, wrong shapes, or widths that exceed the budget of mask_ratio.
+    gradient_scale: fp32 [R']; gradient_widths: integer [C, 4]; dense_offsets: integer [n]; with prediction also
+    predict_in [c F, r] and predict_out [r, H], and `tokens`, the run's table. Raises ValueError for missing arrays,
+    wrong shapes, or widths that exceed the budget of mask_ratio.
     """
 
     name: ClassVar[str] = "basis"
@@ -122,12 +130,20 @@ class BasisCodec(BoundaryCodec):
         prior: Mapping[str, Tensor],
         device: torch.device | str,
         dtype: torch.dtype,
+        tokens: TokenTable | None = None,
     ) -> None:
         self.hidden_size = hidden_size
         self.dtype = dtype
         budget = code_budget_bytes(config.mask_ratio, hidden_size, config.escape_interval)
         try:
             check_basis_prior(prior, hidden_size=hidden_size, budget_bytes=budget)
+            self._predictor: TokenPredictor | None = None
+            if config.prediction != "none":
+                if tokens is None:
+                    raise ValueError(f"prediction {config.prediction!r} needs the run's token table")
+                self._predictor = TokenPredictor(
+                    config.prediction, tokens, prior, hidden_size=hidden_size, device=device, dtype=dtype
+                )
         except ValueError as error:
             raise ValueError(f"prior of boundary {boundary}: {error}") from error
         self._offsets = prior["dense_offsets"].to(device=device, dtype=torch.int64)
@@ -194,7 +210,7 @@ class BasisCodec(BoundaryCodec):
         """Payload of [B, T, H] in one direction."""
         flat = tensor.reshape(-1, self.hidden_size)
         ordinary, dense = self._split(key)
-        payload = coder.encode(flat.index_select(0, ordinary))
+        payload = coder.encode(flat.index_select(0, ordinary), self._predicted(coder, key, ordinary))
         return {**payload, "dense": flat.index_select(0, dense).to(torch.bfloat16)}
 
     def _restore(self, coder: _Coder, payload: Payload, key: CodecKey) -> Tensor:
@@ -204,9 +220,14 @@ class BasisCodec(BoundaryCodec):
         ordinary, dense = self._split(key)
         rows, tokens = key.shape
         output = torch.empty((rows * tokens, self.hidden_size), dtype=self.dtype, device=self._offsets.device)
-        output.index_copy_(0, ordinary, coder.decode(payload))
+        output.index_copy_(0, ordinary, coder.decode(payload, self._predicted(coder, key, ordinary)))
         output.index_copy_(0, dense, payload["dense"].to(self.dtype))
         return output.view(rows, tokens, self.hidden_size)
+
+    def _predicted(self, coder: _Coder, key: CodecKey, ordinary: Tensor) -> Tensor | None:
+        """What the token ids say of the ordinary tokens' states, [n, H]; nothing of gradients."""
+        is_forward = coder is self._forward
+        return self._predictor(key, ordinary) if is_forward and self._predictor is not None else None
 
     def _split(self, key: CodecKey) -> tuple[Tensor, Tensor]:
         """Flat token indices, int64, of the ordinary and of the dense positions."""

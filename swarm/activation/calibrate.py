@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarm.activation.basis import document_positions
+from swarm.activation.tokens import SampledTokens
 from swarm.batch import IGNORED_LABEL, Batch
 from swarm.model.packed import packed_kwargs
 from swarm.model.plan import require_pipeline_plan
@@ -23,7 +24,8 @@ from swarm.model.plan import require_pipeline_plan
 
 @dataclass(frozen=True, slots=True)
 class BoundarySamples:
-    """Samples of one boundary: hidden and gradient fp32 [n, H], offsets int64 [n] from the document start.
+    """Samples of one boundary: hidden and gradient fp32 [n, H], offsets int64 [n] from the document start, and
+    which tokens they are, for their features (`tokens.features`; the same at all boundaries).
 
     The gradients are those of each microbatch's mean token loss.
     """
@@ -31,6 +33,7 @@ class BoundarySamples:
     hidden: Tensor
     gradient: Tensor
     offsets: Tensor
+    tokens: SampledTokens
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -82,7 +85,9 @@ def collect_boundary_samples(
     # Bounded memory: every batch leaves its share of tokens, whatever the batches' number and size.
     generator = torch.Generator().manual_seed(0)
     per_batch = max(1, max_tokens // len(batches))
-    parts: list[list[BoundarySamples]] = [[] for _ in cuts]
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in cuts]
+    offsets: list[Tensor] = []
+    taken: list[tuple[Tensor, Tensor, Tensor]] = []
     restore = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     training = model.training
     model.eval()
@@ -92,27 +97,40 @@ def collect_boundary_samples(
         for done, batch in enumerate(batches):
             captured = _capture(model, layers, cuts, batch, dtype)
             chosen = torch.randperm(batch.tokens, generator=generator)[:per_batch]
-            offsets = document_positions(batch.document_starts).reshape(-1).cpu()
+            offsets.append(document_positions(batch.document_starts).reshape(-1).cpu()[chosen])
+            taken.append((batch.token_ids, batch.document_starts, chosen))
             for part, states in zip(parts, captured, strict=True):
                 assert states.grad is not None
-                part.append(
-                    BoundarySamples(
-                        hidden=states.detach().flatten(0, 1).cpu()[chosen].float(),
-                        gradient=states.grad.flatten(0, 1).cpu()[chosen].float(),
-                        offsets=offsets[chosen],
-                    )
+                hidden, gradient = (
+                    x.flatten(0, 1).cpu()[chosen].float() for x in (states.detach(), states.grad)
                 )
+                part.append((hidden, gradient))
             if progress is not None:
                 progress(done + 1, len(batches))
     finally:
         for parameter, required in restore:
             parameter.requires_grad_(required)
         model.train(training)
+    return join_samples(parts, offsets, taken)
+
+
+def join_samples(
+    parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    offsets: Sequence[Tensor],
+    taken: Sequence[tuple[Tensor, Tensor, Tensor]],
+) -> list[BoundarySamples]:
+    """Samples of every boundary from those of every batch.
+
+    parts: of each boundary and batch hidden and gradient [n, H]; offsets: of each batch int64 [n]; taken: of each
+    batch what `SampledTokens` needs.
+    """
+    joined, tokens = torch.cat(list(offsets)), SampledTokens(tuple(taken))
     return [
         BoundarySamples(
-            hidden=torch.cat([sample.hidden for sample in part]),
-            gradient=torch.cat([sample.gradient for sample in part]),
-            offsets=torch.cat([sample.offsets for sample in part]),
+            hidden=torch.cat([hidden for hidden, _ in part]),
+            gradient=torch.cat([gradient for _, gradient in part]),
+            offsets=joined,
+            tokens=tokens,
         )
         for part in parts
     ]

@@ -17,6 +17,11 @@ SCALE_BYTES = 2
 """Bytes of a per-token scale (bfloat16) of the int8 mask and of the basis codec."""
 
 
+Prediction = Literal["none", "token", "context"]
+"""What hidden states are predicted from, at both ends. token: E[t_i], the token's row of the embedding. context:
+E[t_i], E[t_(i-1)] (0 at a document's start), and the mean of E[t_j] over the document so far, i included."""
+
+
 class _CodecModel(BaseModel):
     """Base of all codec configurations: immutable, and unknown fields are errors."""
 
@@ -94,6 +99,20 @@ class BasisConfig(_CodecModel):
         default=8.0, gt=1, description="an offset is dense when its mean norm exceeds this many median norms"
     )
 
+    prediction: Prediction = Field(
+        default="none",
+        description="what hidden states are predicted from at both ends, so that only the rest is sent: none, the "
+        "token, or the token, the one before and the mean of the document so far",
+    )
+    prediction_rank: int = Field(
+        default=0, ge=0, description="rank of the prediction; 0 is half of the hidden size"
+    )
+    prediction_ridge: float = Field(
+        default=0.02,
+        gt=0,
+        description="share of the mean feature variance added to the regression's diagonal",
+    )
+
     _tenths = field_validator("mask_ratio")(_check_tenths)
 
 
@@ -114,6 +133,11 @@ def kept_coordinates(mask_ratio: float, hidden_size: int) -> int:
 def token_budget_bytes(mask_ratio: float, hidden_size: int) -> int:
     """Bytes an ordinary token may cost on average, scale included: floor((1 - p) * 2 H)."""
     return kept_permille(mask_ratio) * BF16_BYTES * hidden_size // 1000
+
+
+def prediction_rank(config: BasisConfig, hidden_size: int) -> int:
+    """Largest rank of the prediction at hidden size H."""
+    return min(config.prediction_rank or max(1, hidden_size // 2), hidden_size)
 
 
 def code_budget_bytes(mask_ratio: float, hidden_size: int, escape_interval: int) -> int:

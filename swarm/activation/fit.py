@@ -21,6 +21,7 @@ from torch import Tensor
 
 from swarm.activation.allocate import fit_width_table
 from swarm.activation.config import BasisConfig, code_budget_bytes
+from swarm.activation.prediction import fit_prediction
 
 _SMALLEST_VARIANCE = 1e-12
 """Floor of eigenvalues relative to the largest: keeps coordinate scales positive for degenerate samples."""
@@ -55,20 +56,33 @@ def fit_mean_prior(hidden: Tensor, offsets: Tensor) -> dict[str, Tensor]:
 
 
 def fit_basis_prior(
-    hidden: Tensor, gradient: Tensor, offsets: Tensor, config: BasisConfig
+    hidden: Tensor, gradient: Tensor, offsets: Tensor, config: BasisConfig, features: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Prior of codec `basis` at one boundary.
 
-    hidden, gradient: float [n, H], states and loss gradients of the same tokens, at any scale. offsets:
-    int64 [n], distances from the document start. Returns mean fp32 [H]; encode and decode bf16 [H, R], scale
-    fp32 [R], widths int32 [C, 4]; gradient_basis bf16 [H, R'], gradient_scale fp32 [R'], gradient_widths
-    int32 [C, 4]; dense_offsets int64. Needs a few H^3 of float64 work and memory for n * H numbers.
-    Raises ValueError for fewer than two ordinary tokens, shapes that differ, or a sample that is not finite.
+    From the uncut model: `samples = collect_boundary_samples(model, cuts, batches, dtype)[b]`; with prediction also
+    `table = TokenTable(make_token_table(model.get_input_embeddings().weight, counts, config.prediction))`, then
+    `features = samples.tokens.features(table, config.prediction)` and `build_codec(..., tokens=table)`.
+
+    hidden, gradient: float [n, H], states and loss gradients of the same tokens, at any scale. offsets: int64 [n],
+    distances from the document start. features: float [n, c F], None without prediction. Returns mean fp32 [H], less
+    what the features predict on average; encode and decode bf16 [H, R], scale fp32 [R], widths int32 [C, 4];
+    gradient_basis bf16 [H, R'], gradient_scale fp32 [R'], gradient_widths int32 [C, 4]; dense_offsets int64; with
+    prediction predict_in bf16 [c F, r], predict_out bf16 [r, H]. Needs a few H^3 and (c F)^3 of float64 work and
+    memory for n * (H + c F) numbers. Raises ValueError for fewer than two ordinary tokens, shapes that differ,
+    features without prediction or the reverse, or a sample that is not finite.
     """
     if hidden.shape != gradient.shape or hidden.ndim != 2 or offsets.shape != hidden.shape[:1]:
         raise ValueError(
             f"samples must be hidden [n, H], gradient [n, H] and offsets [n], got {tuple(hidden.shape)}, "
             f"{tuple(gradient.shape)} and {tuple(offsets.shape)}"
+        )
+    if (features is None) != (config.prediction == "none") or (
+        features is not None and features.shape[:1] != hidden.shape[:1]
+    ):
+        found = None if features is None else tuple(features.shape)
+        raise ValueError(
+            f"prediction {config.prediction!r} with features {found} of {hidden.shape[0]} samples"
         )
     dense_offsets = find_dense_offsets(
         hidden, offsets, limit=config.dense_offset_limit, factor=config.dense_norm_factor
@@ -87,9 +101,6 @@ def fit_basis_prior(
     # One massive activation outweighs thousands of tokens in a covariance; the codec sends the largest in full.
     norms = states.norm(dim=1)
     usual = norms.argsort(stable=True)[: count - count // config.escape_interval]
-    mean = states[usual].mean(dim=0)
-    states = states - mean
-    covariance = states[usual].T @ states[usual] / usual.numel()
     # Gradients of a mean loss enter A with the inverse square of the batch. Anything absolute further down
     # (floors, eigh's own rounding) would then flatten the spectrum, so they are brought to unit rms first.
     gradients = gradients / gradients.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
@@ -101,6 +112,16 @@ def fit_basis_prior(
     metric = (metric_vectors * root) @ metric_vectors.T
     inverse = (metric_vectors / root) @ metric_vectors.T
 
+    predictor: dict[str, Tensor] = {}
+    if features is not None:
+        chosen = features[ordinary]
+        predictor = fit_prediction(states[usual], chosen[usual], metric, inverse, config)
+        # As the codec does it: with the rounded arrays.
+        inner = chosen @ predictor["predict_in"].to(chosen.dtype)
+        states = states - (inner @ predictor["predict_out"].to(chosen.dtype)).double()
+    mean = states[usual].mean(dim=0)
+    states = states - mean
+    covariance = states[usual].T @ states[usual] / usual.numel()
     variances, directions = torch.linalg.eigh(metric @ covariance @ metric)
     directions = directions.flip(1)
     forward = _direction(states, metric @ directions, inverse @ directions, variances.flip(0), config)
@@ -116,6 +137,7 @@ def fit_basis_prior(
         "gradient_scale": backward.scale,
         "gradient_widths": backward.widths,
         "dense_offsets": dense_offsets,
+        **predictor,
     }
 
 

@@ -12,6 +12,7 @@ from swarm.activation.basis import BasisCodec
 from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig
 from swarm.activation.dense import DenseCodec
 from swarm.activation.mask import MaskCodec
+from swarm.activation.tokens import TokenTable
 
 
 def build_codec(
@@ -23,12 +24,14 @@ def build_codec(
     prior: Mapping[str, Tensor] | None,
     device: torch.device | str,
     dtype: torch.dtype,
+    tokens: TokenTable | None = None,
 ) -> BoundaryCodec:
     """The codec of one boundary.
 
     boundary: ordinal of the boundary (b lies between stages b and b + 1). run_seed: the run's seed. prior:
     the boundary's fitted arrays, for codecs that need them (`needs_prior`). device: where tensors are
-    encoded. dtype: compute dtype of decoded tensors. Raises ValueError when a prior is missing or misshapen.
+    encoded. dtype: compute dtype of decoded tensors. tokens: the run's token table on that device, for codecs that
+    predict (`needs_tokens`). Raises ValueError when a prior or the table is missing or misshapen.
     """
     if isinstance(config, DenseConfig):
         return DenseCodec(config, hidden_size=hidden_size, dtype=dtype)
@@ -48,13 +51,24 @@ def build_codec(
             "use codec mask or dense"
         )
     return BasisCodec(
-        config, hidden_size=hidden_size, boundary=boundary, prior=prior, device=device, dtype=dtype
+        config,
+        hidden_size=hidden_size,
+        boundary=boundary,
+        prior=prior,
+        device=device,
+        dtype=dtype,
+        tokens=tokens,
     )
 
 
 def needs_prior(config: DenseConfig | MaskConfig | BasisConfig) -> bool:
     """Whether `build_codec` needs a prior for this configuration."""
     return isinstance(config, BasisConfig) or (isinstance(config, MaskConfig) and config.fill == "mean")
+
+
+def needs_tokens(config: DenseConfig | MaskConfig | BasisConfig) -> bool:
+    """Whether `build_codec` needs the run's token table for this configuration."""
+    return isinstance(config, BasisConfig) and config.prediction != "none"
 
 
 def payload_bytes(layout: Layout) -> int:

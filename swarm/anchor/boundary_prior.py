@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig
+from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig, prediction_rank
 from swarm.activation.quantise import WIDTHS
+from swarm.activation.tokens import BLOCKS
 from swarm.anchor.prior_file import (
     ArraySpec,
     PriorInfo,
@@ -50,6 +51,13 @@ def boundary_specs(codec: DenseConfig | MaskConfig | BasisConfig, hidden_size: i
         return {}
     columns = (1, hidden_size)
     widths = ArraySpec((torch.int32,), (codec.token_classes, len(WIDTHS)))
+    prediction: dict[str, ArraySpec] = {}
+    if blocks := BLOCKS[codec.prediction]:
+        rank = (1, prediction_rank(codec, hidden_size))
+        prediction = {
+            "predict_in": ArraySpec(_BASIS, ((blocks, blocks * hidden_size), rank)),
+            "predict_out": ArraySpec(_BASIS, (rank, hidden_size)),
+        }
     return {
         "mean": ArraySpec(_FP32, (hidden_size,)),
         "encode": ArraySpec(_BASIS, (hidden_size, columns)),
@@ -60,6 +68,7 @@ def boundary_specs(codec: DenseConfig | MaskConfig | BasisConfig, hidden_size: i
         "gradient_scale": ArraySpec(_FP32, (columns,)),
         "gradient_widths": widths,
         "dense_offsets": ArraySpec((torch.int64,), ((1, codec.dense_offset_limit),)),
+        **prediction,
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm.activation.basis import document_positions
-from swarm.activation.calibrate import BoundarySamples
+from swarm.activation.calibrate import BoundarySamples, join_samples
 from swarm.batch import Batch
 from swarm.model.stage import StageModel
 
@@ -70,29 +70,21 @@ class AnchorModel:
             raise ValueError(f"{len(batches)} microbatches through {self.stages} stages give no samples")
         generator = torch.Generator().manual_seed(seed)
         per_batch = max(1, max_tokens // len(batches))
-        parts: list[list[BoundarySamples]] = [[] for _ in range(self.stages - 1)]
+        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.stages - 1)]
+        offsets: list[Tensor] = []
+        taken: list[tuple[Tensor, Tensor, Tensor]] = []
         for done, batch in enumerate(batches):
             chosen = torch.randperm(batch.tokens, generator=generator)[:per_batch]
-            offsets = document_positions(batch.document_starts).reshape(-1).cpu()
+            offsets.append(document_positions(batch.document_starts).reshape(-1).cpu()[chosen])
+            taken.append((batch.token_ids, batch.document_starts, chosen))
             for part, states in zip(parts, self._pass(batch), strict=True):
                 gradient = states.grad if states.grad is not None else torch.zeros_like(states)
-                part.append(
-                    BoundarySamples(
-                        hidden=states.detach().flatten(0, 1)[chosen.to(states.device)].float().cpu(),
-                        gradient=gradient.flatten(0, 1)[chosen.to(states.device)].float().cpu(),
-                        offsets=offsets[chosen],
-                    )
-                )
+                here = chosen.to(states.device)
+                hidden, gradient = (x.flatten(0, 1)[here].float().cpu() for x in (states.detach(), gradient))
+                part.append((hidden, gradient))
             if progress is not None:
                 progress(done + 1, len(batches))
-        return [
-            BoundarySamples(
-                hidden=torch.cat([sample.hidden for sample in part]),
-                gradient=torch.cat([sample.gradient for sample in part]),
-                offsets=torch.cat([sample.offsets for sample in part]),
-            )
-            for part in parts
-        ]
+        return join_samples(parts, offsets, taken)
 
     def _pass(self, batch: Batch) -> list[Tensor]:
         """One forward and backward: the boundaries' states [B, T, H], their gradients in `.grad`."""

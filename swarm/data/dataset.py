@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load
+from torch import Tensor
 
 from swarm.batch import Batch, default_loss_positions
 from swarm.data.config import DataError
@@ -136,6 +137,14 @@ class PackedDataset:
             loss_positions=default_loss_positions(document_starts),
             sample_ids=torch.tensor(list(sample_ids), dtype=torch.int64),
         )
+
+    def token_counts(self) -> Tensor:
+        """How often each token id occurs, filling included: int64 [vocabulary]. Raises ChunkMissing, DataError."""
+        counts = np.zeros(self.index.vocabulary_size, dtype=np.int64)
+        for chunk in self._chunks:
+            ids, _ = _decode(chunk, self.chunk_bytes(chunk.name), self.index)
+            counts += np.bincount(ids.reshape(-1), minlength=counts.size)
+        return torch.from_numpy(counts)
 
     def _info(self, name: str) -> ChunkInfo:
         """The index's entry of that name. Raises DataError if there is none."""
