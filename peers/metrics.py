@@ -173,6 +173,11 @@ class Metrics:
         self.prior_bytes = Counter(
             "swarm_peer_prior_bytes", "Bytes of priors that were fetched", registry=registry
         )
+        self.prior_wait = Counter(
+            "swarm_peer_prior_wait_seconds",
+            "Time in which the plan in force named a prior that was not here, in seconds",
+            registry=registry,
+        )
         self.host_restarts = Counter(
             "swarm_peer_host_restarts",
             "Deaths of the libp2p daemon, each followed by a restart",

@@ -70,7 +70,8 @@ class Priors:
     """See the module. codecs: of the boundaries this peer codes at, by boundary. anchors: whose priors count, now.
 
     counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this boundary's
-    prior by form or shapes; arrays: values that no codec can use).
+    prior by form or shapes; arrays: values that no codec can use). waited_s: seconds in which the plan in force
+    named a prior that was not here, so that this peer could take no work of it.
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class Priors:
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, float] = {}
         self._in_force: tuple[PriorRef, ...] = ()
+        self._waited_s = 0.0
+        self._lacking_since: float | None = None
         self._came = asyncio.Event()
 
     @property
@@ -113,6 +116,12 @@ class Priors:
     def in_force(self) -> tuple[PriorRef, ...]:
         """The priors of the latest plan that this peer was told of; empty before the first."""
         return self._in_force
+
+    @property
+    def waited_s(self) -> float:
+        """See the class."""
+        since = self._lacking_since
+        return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
     def status(self) -> dict[str, Any]:
         """Figures for /status: of each boundary the prior in force, and its age in versions of the weights."""
@@ -130,6 +139,7 @@ class Priors:
             "counters": dict(self.counters),
             "offers": dict(self.shelf.counters),
             "bytes": self.bytes_fetched,
+            "waited_s": round(self.waited_s, 3),
         }
 
     def tick(self) -> None:
@@ -172,6 +182,7 @@ class Priors:
         """A plan is in force: what it names and is not here is fetched, before it is needed."""
         self._in_force = prior_refs(plan)
         self.holds(plan)
+        self._watch_wait()
 
     def holds(self, plan: Plan) -> bool:
         """Whether work of this plan can be coded here. What is missing is fetched."""
@@ -187,6 +198,16 @@ class Priors:
                 async with asyncio.timeout(AGAIN_S):
                     await self._came.wait()
         return self.holds(plan)
+
+    def _watch_wait(self) -> None:
+        """Start or stop the clock of `waited_s`."""
+        is_lacking = any(
+            not codec.holds(self._in_force[b].sha256) for b, codec in self._codecs.items() if self._in_force
+        )
+        now = time.monotonic()
+        if self._lacking_since is not None:
+            self._waited_s += now - self._lacking_since
+        self._lacking_since = now if is_lacking else None
 
     def _missing(self, plan: Plan) -> list[int]:
         return [b for b, codec in self._codecs.items() if not codec.holds(plan.prior_hashes[b])]
@@ -238,6 +259,7 @@ class Priors:
     def _keep(self, boundary: int, sha256: str, codec: BoundaryCodec, path: Path) -> None:
         """Hold and serve a prior; let go of those that no plan can name any more."""
         self._codecs[boundary].add(sha256, codec)
+        self._watch_wait()
         self._server.register(prior_file_name(boundary, sha256), path, self._manifest.run_id)
         held = self._held[boundary]
         held.append(sha256)

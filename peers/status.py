@@ -149,6 +149,7 @@ class StatusBoard:
             grown = self._grown(f"prior/{name}", count)
             metrics.priors.labels(name.removeprefix("refused_")).inc(grown)
         metrics.prior_bytes.inc(self._grown("prior_bytes", priors["bytes"]))
+        metrics.prior_wait.inc(self._grown("prior_wait", priors["waited_s"]))
 
     def _compression(self, metrics: Metrics, sent: dict[str, int], hidden_size: int) -> None:
         forward = sent["forward"] + sent["dense_positions"] + sent["ids"]
