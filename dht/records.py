@@ -106,11 +106,12 @@ class ManifestPointer(_Record):
 class PriorRecord(_Record):
     """A prior that an anchor has fitted, and serves; `peer_id` is the anchor, who signs this.
 
-    boundary: between stages boundary and boundary + 1. step: version of the weights it was fitted at. sha256,
-    nbytes: of the file.
+    kind: what it is for. part: ordinal of the boundary (between stages part and part + 1), or of the corrector's
+    stage. step: version of the weights it was fitted at. sha256, nbytes: of the file.
     """
 
-    boundary: Annotated[int, Field(ge=0, le=4095)]
+    kind: Literal["boundary", "corrector"]
+    part: Annotated[int, Field(ge=0, le=4095)]
     step: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     nbytes: Annotated[int, Field(ge=1, le=MAX_PRIOR_BYTES)]
@@ -165,7 +166,7 @@ def grants_key(run_id: str) -> str:
 def place_of(record: Record) -> tuple[str, str]:
     """DHT key and subkey where a record stands; it is valid nowhere else."""
     if isinstance(record, PriorRecord):
-        return priors_key(record.run_id), f"{record.peer_id}/{record.boundary}"
+        return priors_key(record.run_id), f"{record.peer_id}/{record.kind}/{record.part}"
     if isinstance(record, GrantRecord):
         return grants_key(record.run_id), "grant"
     if isinstance(record, ManifestPointer):

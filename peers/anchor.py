@@ -31,6 +31,7 @@ from peers.fileserver import FileServer
 from peers.grants import Grants
 from peers.heap import settle
 from peers.lifecycle import Lifecycle
+from peers.prior_parts import PriorPart
 from peers.priors import prior_file_name, write_prior
 from peers.reporting import Reporter
 from peers.run_files import RunFiles, stage_name
@@ -264,8 +265,9 @@ class AnchorPeer:
         run_id = self._manifest.run_id
         offered: list[tuple[str, Path]] = []
         for boundary, data in enumerate(priors):
-            sha256, path = await asyncio.to_thread(write_prior, self._directory / "priors", boundary, data)
-            name = prior_file_name(boundary, sha256)
+            part = PriorPart("boundary", boundary)
+            sha256, path = await asyncio.to_thread(write_prior, self._directory / "priors", part, data)
+            name = prior_file_name(part, sha256)
             self._server.register(name, path, run_id)
             offered.append((name, path))
             await self._board.publish(
@@ -274,7 +276,8 @@ class AnchorPeer:
                     peer_id=self._identity.peer_id,
                     public_key=self._identity.public_key,
                     incarnation=self._identity.incarnation,
-                    boundary=boundary,
+                    kind=part.kind,
+                    part=part.ordinal,
                     step=version,
                     sha256=sha256,
                     nbytes=len(data),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peers import injector, rounds
 from peers.compute import StageCompute, take_step
+from peers.corrections import Corrections
 from peers.engine import Engine, JobPriority
 from peers.exchange import Exchange, ExchangeError, alone_digest, group_of
 from peers.frames import Frame, FrameError, Kind, need, need_count
@@ -121,10 +122,11 @@ class Averaging:
         updates: UpdateLog,
         run_id: str,
         owner: RoundsOwner,
+        corrections: Corrections,
     ) -> None:
         self.core = core
-        self.sketch = ""
-        self._updates, self._run_id = updates, run_id
+        self.sketch = self.corrected_by = ""
+        self._updates, self._run_id, self._corrections = updates, run_id, corrections
         self._compute, self._values, self._engine = compute, values, engine
         self._links, self._questions, self._tasks, self._owner = links, questions, tasks, owner
         self._exchange: Exchange | None = None
@@ -294,7 +296,7 @@ class Averaging:
         try:
             if exchange is None:
                 # Nothing to exchange: a group of one skips exchange and compressor.
-                average, digest = contribution, alone_digest(group.id)
+                average, digest = contribution, alone_digest(group.id, group.corrector)
                 update = alone_update(
                     group, contribution, run=self._run_id, stage=self.core.stage, lineage=lineage
                 )
@@ -319,16 +321,19 @@ class Averaging:
 
     async def _apply(self, commit: Commit) -> None:
         norm: float | None = None
-        held = self._average
-        if held is None or held[0] != commit.group:
+        held, corrections = self._average, self._corrections
+        if held is None or held[0] != commit.group or not corrections.holds(held[2].corrector):
             self._owner.on_out_of_step(commit)
             return
+        update = held[2]
+        self.corrected_by = update.corrector if commit.weight else ""
         try:
             if commit.weight == 0:
                 await self._engine.submit(JobPriority.ROUND, self._compute.clear)
             else:
+                correct = corrections.of(update.corrector)
                 norm = await self._engine.submit(
-                    JobPriority.ROUND, take_step, self._compute, held[1], commit.step, held[2].slice
+                    JobPriority.ROUND, take_step, self._compute, held[1], commit.step, update.slice, correct
                 )
         except ValueError as error:
             # Every member holds the same bytes, so every member refuses them.
@@ -341,7 +346,7 @@ class Averaging:
         self.seconds = time.monotonic() - self._began
         writers = seeded_order(commit.roster, self.core.run_seed, self.core.stage, commit.step)
         if self.core.me in writers[:UPDATE_WRITERS]:
-            self._updates.record(held[2])
+            self._updates.record(update)
         actions = self.core.on_applied(commit, time.monotonic())
         self._owner.on_applied(commit, norm)
         self.run(actions)

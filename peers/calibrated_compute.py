@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peers.compute import Boundaries, Work, check_slice, check_state
+from peers.compute import Boundaries, Correct, Work, check_slice, check_state
 from swarm.activation.base import BoundaryCodec, Payload
 from swarm.model.trainable import TrainableSet
 from swarm.plan import MicrobatchKey
@@ -56,7 +56,7 @@ class CalibratedCompute:
         """Zeros of the real size."""
         return self._zeros
 
-    def apply(self, average: Tensor, step: int) -> float:
+    def apply(self, average: Tensor, step: int, correct: Correct | None = None) -> float:
         """Nothing changes."""
         return 0.0
 

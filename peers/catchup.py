@@ -18,11 +18,13 @@ from typing import Protocol
 from hivemind.p2p import P2P
 
 from peers.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from peers.compute import StageCompute
+from peers.compute import Correct, StageCompute
 from peers.config import UserError
 from peers.engine import Engine, JobPriority
+from peers.limits import LIMITS
 from peers.metrics import Metrics
 from peers.pace import SAY_EVERY_S, Pace, TransferNotes
+from peers.priors import Priors
 from peers.run_files import RunFiles, stage_name
 from peers.snapshots import Snapshots
 from peers.traffic import Traffic
@@ -36,7 +38,7 @@ from peers.update_fetch import (
     UpdateMissing,
 )
 from peers.update_log import UpdateLog
-from peers.updates import UpdateError, apply_update
+from peers.updates import Update, UpdateError, apply_update
 from swarm.gradient.values import encoded_bytes
 from swarm.manifest import RunManifest
 
@@ -83,10 +85,12 @@ class CatchUp:
         traffic: Traffic,
         metrics: Metrics,
         note: Callable[[str], None],
+        priors: Priors | None = None,
     ) -> None:
         self.held: tuple[int, str] | None = None
         self.pace = Pace()
         self._said_at: float | None = None
+        self._priors = priors
         self._manifest, self._stage, self._compute, self._engine = manifest, stage, compute, engine
         self._p2p, self._files, self._store, self._snapshots = p2p, files, store, snapshots
         self._updates, self._traffic, self._metrics, self._note = updates, traffic, metrics, note
@@ -293,8 +297,10 @@ class CatchUp:
         update = fetched.update
         after = (update.step + 1, update.next_lineage)
 
+        correct = await self._correct_by(update)
+
         def apply() -> None:
-            apply_update(self._compute, update)
+            apply_update(self._compute, update, correct)
             self.held = after
 
         try:
@@ -303,3 +309,14 @@ class CatchUp:
             raise UpdateMissing(f"the update of step {update.step} cannot be applied: {error}") from error
         self._metrics.update("applied")
         return after
+
+    async def _correct_by(self, update: Update) -> Correct | None:
+        """How the members corrected this update. Raises UpdateMissing if nobody gives the prior they did it by."""
+        if not update.corrector:
+            return None
+        try:
+            if self._priors is None:
+                raise TransferError("this peer takes no priors")
+            return await self._priors.correct_by(update.corrector, LIMITS.update_wait_s)
+        except TransferError as error:
+            raise UpdateMissing(f"the update of step {update.step} cannot be corrected: {error}") from error

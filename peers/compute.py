@@ -6,7 +6,7 @@ token and hands out payloads of the real size (`calibrated_compute`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,9 @@ from swarm.manifest import RunManifest
 from swarm.model.stage import build_stage, stage_tensor_names
 from swarm.model.trainable import TrainableSet
 from swarm.plan import MicrobatchKey
+
+Correct = Callable[[Mapping[str, Tensor], int], object]
+"""Corrects a step's averaged gradients (fp32, by name) in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,11 @@ class StageCompute(Protocol):
     def contribution(self, loss_tokens: int) -> Tensor:
         """The accumulated gradient of the mean token loss: fp32 [numel]."""
 
-    def apply(self, average: Tensor, step: int) -> float:
-        """Take the optimizer step and empty the accumulator; returns the gradient's norm."""
+    def apply(self, average: Tensor, step: int, correct: Correct | None = None) -> float:
+        """Correct a copy of the average, take the optimizer step and empty the accumulator.
+
+        Returns the norm of the gradient that is clipped.
+        """
 
     def state(self) -> dict[str, Tensor]:
         """A copy of all trained state (weights in fp32, moments), to be written while training goes on."""
@@ -176,8 +182,15 @@ def check_state(
             raise ValueError(f"{name} holds values that are not finite")
 
 
-def take_step(compute: StageCompute, average: Tensor, step: int, taken: tuple[int, Tensor] | None) -> float:
-    """Apply a committed step as every member does: the leader's slice (offset, fp32) first, then the average.
+def take_step(
+    compute: StageCompute,
+    average: Tensor,
+    step: int,
+    taken: tuple[int, Tensor] | None,
+    correct: Correct | None = None,
+) -> float:
+    """Apply a committed step as every member does: the leader's slice (offset, fp32) first, then the average,
+    corrected if the step's group has named a prior.
 
     Returns the gradient's norm. Raises ValueError if either is not finite: the average is not applied then, and
     the accumulator is empty.
@@ -188,4 +201,4 @@ def take_step(compute: StageCompute, average: Tensor, step: int, taken: tuple[in
         except ValueError:
             compute.clear()
             raise
-    return compute.apply(average, step)
+    return compute.apply(average, step, correct)

@@ -164,7 +164,7 @@ class Exchange:
             values = torch.cat([self._slices[offset] for offset, _ in self._pieces])
             self.slice = (self._pieces[0][0], values)
         hashes = [self._hashes[chunk] for chunk in range(self._split.chunks)]
-        return self._average, exchange_digest(hashes, self.slice)
+        return self._average, exchange_digest(hashes, self.slice, self.group.corrector)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A PART, AVERAGE or SLICE of this group. Raises FrameError for one that does not belong."""
@@ -345,17 +345,19 @@ def slice_pieces(span: tuple[int, int] | None) -> list[tuple[int, int]]:
     return [(start, min(most, end - start)) for start in range(offset, end, most)]
 
 
-def exchange_digest(hashes: Sequence[bytes], taken: tuple[int, Tensor] | None) -> str:
-    """Names the result of an exchange: sha256 over the chunks' sha256, and over the slice if there is one."""
-    digest = hashlib.sha256(b"".join(hashes))
+def exchange_digest(hashes: Sequence[bytes], taken: tuple[int, Tensor] | None, corrector: str = "") -> str:
+    """Names what all members apply: sha256 over the chunks' sha256, the slice if there is one, and the hash of the
+    corrector's prior if there is one.
+    """
+    digest = hashlib.sha256(b"".join(hashes) + corrector.encode())
     if taken is not None:
         digest.update(taken[0].to_bytes(8, "little") + hashlib.sha256(tensor_bytes(taken[1])).digest())
     return digest.hexdigest()
 
 
-def alone_digest(group_id: str) -> str:
+def alone_digest(group_id: str, corrector: str = "") -> str:
     """The digest of a group that exchanges nothing: a member alone, or no weight at all."""
-    return hashlib.sha256(f"{group_id}/alone".encode()).hexdigest()
+    return hashlib.sha256(f"{group_id}/alone{corrector}".encode()).hexdigest()
 
 
 def group_of(frame: Frame) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peers.frames import FrameError
+from peers.prior_parts import parts_of
 from swarm.activation.registry import needs_prior
 from swarm.data.order import samples_of_step
 from swarm.manifest import RunManifest
@@ -25,7 +26,7 @@ class StalePlanError(FrameError):
 
 @dataclass(frozen=True, slots=True)
 class PriorRef:
-    """The prior in force at a boundary, as plans name it: see `Plan`."""
+    """The prior in force at a part of the run, as plans name it: see `Plan`."""
 
     version: int = 0
     sha256: str = ""
@@ -36,13 +37,13 @@ class PriorRef:
 
 
 def prior_refs(plan: Plan) -> tuple[PriorRef, ...]:
-    """The priors that a plan names, one per boundary."""
+    """The priors that a plan names, one per part of the run."""
     return tuple(map(PriorRef, plan.prior_versions, plan.prior_hashes))
 
 
 def initial_refs(manifest: RunManifest) -> tuple[PriorRef, ...]:
     """The run's initial priors."""
-    return (PriorRef(),) * (manifest.model.stages - 1)
+    return (PriorRef(),) * len(parts_of(manifest))
 
 
 def make_plan(
@@ -55,7 +56,7 @@ def make_plan(
 ) -> tuple[Plan, tuple[str, ...]]:
     """The plan of a step and who runs its slots: one slot per source, equal shares.
 
-    priors: one per boundary; none stands for the initial ones.
+    priors: one per part of the run (`parts_of`); none stands for the initial ones.
     """
     priors = priors or initial_refs(manifest)
     samples = step_samples(manifest, step)
@@ -114,9 +115,11 @@ class PlanBook:
             raise FrameError("plan", f"the plan of step {plan.step} names other samples than the run's order")
         if plan.rows_per_microbatch != self._manifest.rows_per_microbatch:
             raise FrameError("plan", f"{plan.rows_per_microbatch} rows per microbatch")
-        if plan.attempt > MAX_ATTEMPT or len(plan.prior_versions) != self._manifest.model.stages - 1:
+        if plan.attempt > MAX_ATTEMPT or len(plan.prior_versions) != len(parts_of(self._manifest)):
             raise FrameError("plan", f"attempt {plan.attempt}, {len(plan.prior_versions)} priors")
-        if any(plan.prior_versions) and not needs_prior(self._manifest.codec):
+        if any(plan.prior_versions[: self._manifest.model.stages - 1]) and not needs_prior(
+            self._manifest.codec
+        ):
             raise FrameError("plan", f"priors {plan.prior_versions[:4]} for a codec that has none")
         if plan.keep_snapshot != self._manifest.keeps_snapshot(plan.step):
             raise FrameError("plan", f"another snapshot flag for step {plan.step}")

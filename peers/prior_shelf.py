@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from dht.records import PRIOR_NAME_CHARACTERS
 from peers.planning import PriorRef
+from peers.prior_parts import PriorPart
 
 KEPT_OFFERS = 8
-"""Newest offers per boundary that are remembered."""
+"""Newest offers per part that are remembered."""
 PATIENCE_S = 15.0
-"""A prior that not every peer of its two stages has fetched so long after it was first seen is named once half of
+"""A prior that not every peer of its stages has fetched so long after it was first seen is named once half of
 them have it."""
 
 
@@ -26,7 +27,7 @@ class Offer:
     """A prior that somebody says can be had. See `dht.records.PriorRecord`."""
 
     publisher: str
-    boundary: int
+    part: PriorPart
     step: int
     sha256: str
     nbytes: int
@@ -40,16 +41,16 @@ class Offer:
 class PriorShelf:
     """The offers one peer has seen.
 
-    anchors: peer ids, the first counts most. boundaries: their number. limit_bytes: of one prior.
-    counters: offers refused, by reason (stranger, boundary, size), and conflicts, each offer once.
+    anchors: peer ids, the first counts most. parts: the run's, in its plans' order. limit_bytes: of one prior.
+    counters: offers refused, by reason (stranger, part, size), and conflicts, each offer once.
     """
 
-    def __init__(self, anchors: Sequence[str], boundaries: int, limit_bytes: int) -> None:
+    def __init__(self, anchors: Sequence[str], parts: Sequence[PriorPart], limit_bytes: int) -> None:
         self.counters: Counter[str] = Counter()
         self._anchors = tuple(anchors)
         self._ranks = {peer: rank for rank, peer in enumerate(anchors)}
-        self._boundaries, self._limit_bytes = boundaries, limit_bytes
-        self._offers: list[dict[int, Offer]] = [{} for _ in range(boundaries)]
+        self._parts, self._limit_bytes = tuple(parts), limit_bytes
+        self._offers: dict[PriorPart, dict[int, Offer]] = {part: {} for part in parts}
         self._since: dict[str, float] = {}
         self._judged: set[tuple[str, str]] = set()
 
@@ -68,7 +69,7 @@ class PriorShelf:
         """
         if (offer.publisher, offer.sha256) in self._judged:
             return None
-        if len(self._judged) > 64 * KEPT_OFFERS * max(1, self._boundaries):
+        if len(self._judged) > 64 * KEPT_OFFERS * max(1, len(self._parts)):
             self._judged.clear()  # strangers' offers cost nothing
         self._judged.add((offer.publisher, offer.sha256))
         if self._is_known(offer):
@@ -77,21 +78,21 @@ class PriorShelf:
         if verdict != "new":
             self.counters[verdict] += 1
             return verdict
-        offers = self._offers[offer.boundary]
+        offers = self._offers[offer.part]
         offers[offer.step] = offer
         self._since.setdefault(offer.sha256, now)
         while len(offers) > KEPT_OFFERS:
             self._since.pop(offers.pop(min(offers)).sha256, None)
         return verdict
 
-    def newest(self, boundary: int) -> Offer | None:
-        """The offer of the latest weights at a boundary."""
-        offers = [offer for offer in self._offers[boundary].values() if offer.publisher in self._ranks]
+    def newest(self, part: PriorPart) -> Offer | None:
+        """The offer of the latest weights for a part."""
+        offers = [offer for offer in self._offers[part].values() if offer.publisher in self._ranks]
         return max(offers, key=lambda offer: offer.step, default=None)
 
-    def find(self, boundary: int, sha256: str) -> Offer | None:
+    def find(self, part: PriorPart, sha256: str) -> Offer | None:
         """An offer by its hash."""
-        return next((offer for offer in self._offers[boundary].values() if offer.sha256 == sha256), None)
+        return next((offer for offer in self._offers[part].values() if offer.sha256 == sha256), None)
 
     def choose(
         self,
@@ -100,23 +101,24 @@ class PriorShelf:
         rosters: Sequence[Collection[str]],
         now: float,
     ) -> tuple[PriorRef, ...]:
-        """The priors that the next plan names, given those of the plan in force, one per boundary.
+        """The priors that the next plan names, given those of the plan in force, one per part.
 
         held: names of the priors that each peer holds. rosters: the peers at work in each stage. A newer prior
-        is named once every peer of both its stages holds it, or after `PATIENCE_S` half of each.
+        is named once every peer of its stages holds it, or after `PATIENCE_S` half of each.
         """
-        return tuple(self._next(b, ref, held, rosters, now) for b, ref in enumerate(current))
+        pairs = zip(self._parts, current, strict=True)
+        return tuple(self._next(part, ref, held, rosters, now) for part, ref in pairs)
 
     def _next(
         self,
-        boundary: int,
+        part: PriorPart,
         current: PriorRef,
         held: Mapping[str, Collection[str]],
         rosters: Sequence[Collection[str]],
         now: float,
     ) -> PriorRef:
-        before = self.find(boundary, current.sha256)
-        offers = self._offers[boundary]
+        before = self.find(part, current.sha256)
+        offers = self._offers[part]
         for step in sorted(offers, reverse=True):
             offer = offers[step]
             if before is not None and step <= before.step:
@@ -124,7 +126,7 @@ class PriorShelf:
             if offer.publisher not in self._ranks:
                 continue
             is_late = now - self._since[offer.sha256] > PATIENCE_S
-            for stage in (boundary, boundary + 1):
+            for stage in part.stages:
                 peers = rosters[stage]
                 have = sum(offer.name in held.get(peer, ()) for peer in peers)
                 if not peers or (2 * have < len(peers) if is_late else have < len(peers)):
@@ -134,18 +136,16 @@ class PriorShelf:
         return current
 
     def _is_known(self, offer: Offer) -> bool:
-        return (
-            0 <= offer.boundary < self._boundaries and self._offers[offer.boundary].get(offer.step) == offer
-        )
+        return offer.part in self._offers and self._offers[offer.part].get(offer.step) == offer
 
     def _judge(self, offer: Offer) -> str:
         if offer.publisher not in self._ranks:
             return "stranger"
-        if not 0 <= offer.boundary < self._boundaries:
-            return "boundary"
+        if offer.part not in self._offers:
+            return "part"
         if offer.nbytes > self._limit_bytes:
             return "size"
-        known = self._offers[offer.boundary].get(offer.step)
+        known = self._offers[offer.part].get(offer.step)
         if known is not None and known.sha256 != offer.sha256:
             if self._ranks.get(known.publisher, len(self._ranks)) <= self._ranks[offer.publisher]:
                 return "conflict"

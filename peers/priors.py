@@ -1,8 +1,10 @@
-"""The priors of a peer's two boundaries: fetched as anchors offer them, held, and ready when a plan names one.
+"""The priors that a peer needs: fetched as anchors offer them, held, and ready when a plan names one.
 
-A prior is a safetensors file. It is known by its hash: from an anchor's signed record, or from a plan that its
-round has committed. Whoever holds one serves it. Nothing here is waited for by training, except by a peer that
-has none of what the plan names: it takes no work of that step until it has it. Lives in the communication loop.
+They are those of its two boundaries and, if the run's corrector has priors, that of its stage. A prior is a
+safetensors file. It is known by its hash: from an anchor's signed record, or from a plan that its round has
+committed. Whoever holds one serves it. Nothing here is waited for by training, except by a peer that cannot code
+what the plan names: it takes no work of that step until it can. A corrector's prior is not waited for: a group
+corrects with it if all of its members hold it. Lives in the communication loop.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from hivemind.p2p import P2P
@@ -23,8 +25,11 @@ from torch import Tensor
 
 from dht.noticeboard import Noticeboard
 from dht.records import MAX_PRIOR_BYTES, PRIOR_NAME_CHARACTERS, PeerRecord
+from peers.compute import Correct
+from peers.corrections import Corrections
 from peers.fileserver import FileServer
 from peers.planning import PriorRef, prior_refs
+from peers.prior_parts import PriorPart, parts_of
 from peers.prior_shelf import Offer, PriorShelf
 from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_by_hash
@@ -37,7 +42,7 @@ from swarm.plan import Plan
 
 logger = logging.getLogger("swarm_peer.priors")
 HELD = 4
-"""Priors per boundary that are held: those of the steps around the current one, and the next."""
+"""Priors per part that are held: those of the steps around the current one, the next, and for those who catch up."""
 AGAIN_S = 5.0
 """A prior that nobody gave is asked for again after so long."""
 
@@ -45,20 +50,57 @@ CodecOf = Callable[[int, dict[str, Tensor]], BoundaryCodec]
 """Makes the codec of a boundary from a prior's arrays. Raises ValueError."""
 
 
-def prior_file_name(boundary: int, sha256: str) -> str:
+class PriorUse(Protocol):
+    """What is made of the priors of one part."""
+
+    def holds(self, sha256: str) -> bool:
+        """Whether that of the prior with this hash is here; "" stands for the run's initial one."""
+
+    def load(self, path: Path) -> Any:
+        """Make it from a file, in any thread. Raises PriorFileError for a file that is no prior of this part,
+        ValueError for values that it cannot have, OSError.
+        """
+
+    def add(self, sha256: str, made: Any) -> None:
+        """Hold what `load` made."""
+
+    def retain(self, wanted: Collection[str]) -> None:
+        """Let go of all but these."""
+
+
+class BoundaryUse:
+    """The priors of a boundary are made into codecs."""
+
+    def __init__(self, codec: VersionedCodec, codec_of: CodecOf, manifest: RunManifest) -> None:
+        self._codec, self._codec_of, self._manifest = codec, codec_of, manifest
+        self.holds, self.add, self.retain = codec.holds, codec.add, codec.retain
+
+    def load(self, path: Path) -> BoundaryCodec:
+        """See PriorUse."""
+        boundary, manifest = self._codec.boundary, self._manifest
+        prior = load_boundary_prior(path, manifest.codec, manifest.model.hidden_size)
+        if prior.boundary != boundary:
+            raise PriorFileError(f"it is the prior of boundary {prior.boundary}")
+        for name, array in prior.arrays.items():
+            if array.is_floating_point() and not bool(torch.isfinite(array).all()):
+                raise ValueError(f"{name!r} holds values that are not finite")
+        return self._codec_of(boundary, dict(prior.arrays))
+
+
+def prior_file_name(part: PriorPart, sha256: str) -> str:
     """Name under which peers serve a prior."""
-    return f"prior/{boundary}/{sha256}"
+    return f"prior/{part.name}/{sha256}"
 
 
-def prior_path(directory: Path, boundary: int, sha256: str) -> Path:
+def prior_path(directory: Path, part: PriorPart, sha256: str) -> Path:
     """Where a prior is kept."""
-    return directory / f"{boundary}-{sha256}.safetensors"
+    return directory / f"{part.name}-{sha256}.safetensors"
 
 
-def write_prior(directory: Path, boundary: int, data: bytes) -> tuple[str, Path]:
+def write_prior(directory: Path, part: PriorPart, data: bytes) -> tuple[str, Path]:
     """Keep a prior that was made here, whole or not at all; returns its hash and file. Raises OSError."""
     sha256 = hashlib.sha256(data).hexdigest()
-    path = prior_path(directory, boundary, sha256)
+    path = prior_path(directory, part, sha256)
     directory.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".new")
     partial.write_bytes(data)
@@ -67,11 +109,12 @@ def write_prior(directory: Path, boundary: int, data: bytes) -> tuple[str, Path]
 
 
 class Priors:
-    """See the module. codecs: of the boundaries this peer codes at, by boundary. anchors: whose priors count, now.
+    """See the module. codecs: of the boundaries this peer codes at, by boundary. corrections: of its stage. anchors:
+    whose priors count, now.
 
-    counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this boundary's
-    prior by form or shapes; arrays: values that no codec can use). waited_s: seconds in which the plan in force
-    named a prior that was not here, so that this peer could take no work of it.
+    counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this part's
+    prior by form or shapes; arrays: values that nothing can be made of). waited_s: seconds in which the plan in force
+    named a prior that was not here, so that this peer could take no work of it. on_came: called when one has come.
     """
 
     def __init__(
@@ -81,6 +124,7 @@ class Priors:
         stage: int,
         codecs: dict[int, VersionedCodec],
         codec_of: CodecOf,
+        corrections: Corrections,
         board: Noticeboard,
         p2p: P2P,
         server: FileServer,
@@ -93,11 +137,21 @@ class Priors:
         self.counters: Counter[str] = Counter()
         self.bytes_fetched = 0
         self._anchors = anchors
-        self.shelf = PriorShelf(anchors(), manifest.model.stages - 1, MAX_PRIOR_BYTES)
-        self._manifest, self._stage, self._codecs, self._codec_of = manifest, stage, codecs, codec_of
+        self.corrections = corrections
+        self.on_came: Callable[[], None] = lambda: None
+        self._parts = parts_of(manifest)
+        self._own = PriorPart("corrector", stage)
+        self.shelf = PriorShelf(anchors(), self._parts, MAX_PRIOR_BYTES)
+        self._manifest, self._stage = manifest, stage
+        self._uses: dict[PriorPart, PriorUse] = {
+            PriorPart("boundary", boundary): BoundaryUse(codec, codec_of, manifest)
+            for boundary, codec in codecs.items()
+        }
+        if self._own in self._parts:
+            self._uses[self._own] = corrections
         self._board, self._p2p, self._server, self._directory = board, p2p, server, directory
         self._traffic, self._tasks, self._note = traffic, tasks, note
-        self._held: dict[int, list[str]] = {boundary: [] for boundary in codecs}
+        self._held: dict[PriorPart, list[str]] = {part: [] for part in self._uses}
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, float] = {}
         self._in_force: tuple[PriorRef, ...] = ()
@@ -124,30 +178,38 @@ class Priors:
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
     def status(self) -> dict[str, Any]:
-        """Figures for /status: of each boundary the prior in force, and its age in versions of the weights."""
-        in_force = {}
-        for boundary in self._codecs:
-            ref = self._in_force[boundary] if self._in_force else PriorRef()
-            offer = self.shelf.find(boundary, ref.sha256)
-            in_force[str(boundary)] = {
+        """Figures for /status: the prior in force at each boundary, and that of the corrector: how often it has
+        changed, the beginning of its hash, and the version of the weights behind it.
+        """
+        in_force: dict[str, Any] = {}
+        for part in self._uses:
+            ref = self._ref(part)
+            offer = self.shelf.find(part, ref.sha256)
+            in_force[str(part.ordinal) if part.kind == "boundary" else part.kind] = {
                 "version": ref.version,
                 "hash": ref.sha256[:PRIOR_NAME_CHARACTERS],
                 "step": offer.step if offer is not None else 0 if not ref.version else None,
             }
         return {
             "in_force": in_force,
+            "corrector": self.corrections.status() if self._own in self._uses else None,
             "counters": dict(self.counters),
             "offers": dict(self.shelf.counters),
             "bytes": self.bytes_fetched,
             "waited_s": round(self.waited_s, 3),
         }
 
+    def _ref(self, part: PriorPart) -> PriorRef:
+        """The prior of a part in the latest plan."""
+        return self._in_force[self._parts.index(part)] if self._in_force else PriorRef()
+
     def tick(self) -> None:
-        """Look at what anchors offer, and fetch the newest of each boundary."""
+        """Look at what anchors offer, and fetch the newest of each part."""
         now = time.monotonic()
         self.shelf.recognise(self._anchors())
         for record in self._board.priors():
-            offer = Offer(record.peer_id, record.boundary, record.step, record.sha256, record.nbytes)
+            part = PriorPart(record.kind, record.part)
+            offer = Offer(record.peer_id, part, record.step, record.sha256, record.nbytes)
             verdict = self.shelf.take(offer, now)
             if verdict == "stranger" and self.shelf.counters["stranger"] == 1:  # they cost a stranger nothing
                 self._note(
@@ -156,13 +218,13 @@ class Priors:
                 )
             elif verdict == "conflict" and self.shelf.counters["conflict"] == 1:
                 self._note(
-                    f"warning: two anchors offer different priors of boundary {offer.boundary} at step "
-                    f"{offer.step}: that of the first anchor counts (more of this is only counted)"
+                    f"warning: two anchors offer different priors of {part} at step {offer.step}: that of the first "
+                    f"anchor counts (more of this is only counted)"
                 )
-        for boundary in self._codecs:
-            newest = self.shelf.newest(boundary)
+        for part in self._uses:
+            newest = self.shelf.newest(part)
             if newest is not None:
-                self._want(boundary, newest.sha256)
+                self._want(part, newest.sha256)
 
     def choose(self, current: Sequence[PriorRef]) -> tuple[PriorRef, ...]:
         """The priors of the next plan, by what the peers at work in each stage say that they hold."""
@@ -181,15 +243,46 @@ class Priors:
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: what it names and is not here is fetched, before it is needed."""
         self._in_force = prior_refs(plan)
+        self.corrections.expected = self._ref(self._own).sha256 if self._own in self._uses else ""
         self.holds(plan)
         self._watch_wait()
 
     def holds(self, plan: Plan) -> bool:
         """Whether work of this plan can be coded here. What is missing is fetched."""
-        missing = self._missing(plan)
-        for boundary in missing:
-            self._want(boundary, plan.prior_hashes[boundary], is_urgent=True)
-        return not missing
+        missing = {
+            part: sha256
+            for part, sha256 in zip(self._parts, plan.prior_hashes, strict=True)
+            if part in self._uses and not self._uses[part].holds(sha256)
+        }
+        for part, sha256 in missing.items():
+            self._want(part, sha256, is_urgent=True)
+        return all(part == self._own for part in missing)
+
+    def corrector_held(self, plan: Plan) -> str:
+        """Hash of the corrector's prior that the plan names, if this peer can correct with it, else ""."""
+        if self._own not in self._uses:
+            return ""
+        sha256 = plan.prior_hashes[self._parts.index(self._own)]
+        return sha256 if self.corrections.holds(sha256) else ""
+
+    async def correct_by(self, sha256: str, deadline_s: float) -> Correct | None:
+        """What corrects by the prior with this hash; fetched if it is not here.
+
+        Raises TransferError if nobody gave it in time.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not self.corrections.holds(sha256):
+                    if self._own not in self._uses:
+                        raise TransferError("this run's corrector has no priors")
+                    came = self._came
+                    self._want(self._own, sha256, is_urgent=True)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(AGAIN_S):
+                            await came.wait()
+        except TimeoutError as error:
+            raise TransferError(f"nobody gave the corrector's prior {sha256[:12]}") from error
+        return self.corrections.of(sha256)
 
     async def wait(self, plan: Plan) -> bool:
         """Whether work of this plan can be coded here, at the latest `AGAIN_S` from now."""
@@ -202,33 +295,30 @@ class Priors:
     def _watch_wait(self) -> None:
         """Start or stop the clock of `waited_s`."""
         is_lacking = any(
-            not codec.holds(self._in_force[b].sha256) for b, codec in self._codecs.items() if self._in_force
+            not use.holds(self._ref(part).sha256) for part, use in self._uses.items() if part != self._own
         )
         now = time.monotonic()
         if self._lacking_since is not None:
             self._waited_s += now - self._lacking_since
         self._lacking_since = now if is_lacking else None
 
-    def _missing(self, plan: Plan) -> list[int]:
-        return [b for b, codec in self._codecs.items() if not codec.holds(plan.prior_hashes[b])]
-
-    def _want(self, boundary: int, sha256: str, *, is_urgent: bool = False) -> None:
-        if sha256 in self._fetching or self._codecs[boundary].holds(sha256):
+    def _want(self, part: PriorPart, sha256: str, *, is_urgent: bool = False) -> None:
+        if sha256 in self._fetching or self._uses[part].holds(sha256):
             return
         since = time.monotonic() - self._refused.get(sha256, float("-inf"))
         if since < AGAIN_S or (self._fetching and not is_urgent):
             return
-        task = self._tasks.create_task(self._fetch(boundary, sha256))
+        task = self._tasks.create_task(self._fetch(part, sha256))
         self._fetching[sha256] = task
         task.add_done_callback(lambda _: self._fetching.pop(sha256, None))
 
-    async def _fetch(self, boundary: int, sha256: str) -> None:
-        name = prior_file_name(boundary, sha256)
-        path = prior_path(self._directory, boundary, sha256)
+    async def _fetch(self, part: PriorPart, sha256: str) -> None:
+        name = prior_file_name(part, sha256)
+        path = prior_path(self._directory, part, sha256)
         try:
             await fetch_by_hash(
                 self._p2p,
-                self._holders(boundary, sha256),
+                self._holders(part, sha256),
                 self._manifest.run_id,
                 name,
                 sha256,
@@ -236,59 +326,50 @@ class Priors:
                 traffic=self._traffic,
                 limit_bytes=MAX_PRIOR_BYTES,
             )
-            codec = await asyncio.to_thread(self._load, boundary, path)
+            made = await asyncio.to_thread(self._uses[part].load, path)
         except (TransferError, ValueError, OSError) as error:
-            self._refuse(boundary, sha256, error)
+            self._refuse(part, sha256, error)
             return
-        self._keep(boundary, sha256, codec, path)
+        self._keep(part, sha256, made, path)
         self.counters["fetched"] += 1
         self.bytes_fetched += path.stat().st_size  # just written
         self._came.set()
         self._came = asyncio.Event()
+        self.on_came()
 
-    def _load(self, boundary: int, path: Path) -> BoundaryCodec:
-        manifest = self._manifest
-        prior = load_boundary_prior(path, manifest.codec, manifest.model.hidden_size)
-        if prior.boundary != boundary:
-            raise PriorFileError(f"it is the prior of boundary {prior.boundary}")
-        for name, array in prior.arrays.items():
-            if array.is_floating_point() and not bool(torch.isfinite(array).all()):
-                raise ValueError(f"{name!r} holds values that are not finite")
-        return self._codec_of(boundary, dict(prior.arrays))
-
-    def _keep(self, boundary: int, sha256: str, codec: BoundaryCodec, path: Path) -> None:
+    def _keep(self, part: PriorPart, sha256: str, made: Any, path: Path) -> None:
         """Hold and serve a prior; let go of those that no plan can name any more."""
-        self._codecs[boundary].add(sha256, codec)
+        self._uses[part].add(sha256, made)
         self._watch_wait()
-        self._server.register(prior_file_name(boundary, sha256), path, self._manifest.run_id)
-        held = self._held[boundary]
+        self._server.register(prior_file_name(part, sha256), path, self._manifest.run_id)
+        held = self._held[part]
         held.append(sha256)
-        in_force = self._in_force[boundary].sha256 if self._in_force else ""
+        in_force = self._ref(part).sha256
         for old in [old for old in held[:-HELD] if old != in_force]:
             held.remove(old)
-            self._server.unregister(prior_file_name(boundary, old), self._manifest.run_id)
+            self._server.unregister(prior_file_name(part, old), self._manifest.run_id)
             with suppress(OSError):
-                prior_path(self._directory, boundary, old).unlink()
-        self._codecs[boundary].retain(held)
+                prior_path(self._directory, part, old).unlink()
+        self._uses[part].retain(held)
 
-    def _refuse(self, boundary: int, sha256: str, error: Exception) -> None:
+    def _refuse(self, part: PriorPart, sha256: str, error: Exception) -> None:
         kinds = {TransferError: "hash", PriorFileError: "file"}
         reason = next((name for kind, name in kinds.items() if isinstance(error, kind)), "arrays")
         if sha256 not in self._refused:
             self.counters[f"refused_{reason}"] += 1
-            self._note(f"warning: prior {sha256[:12]} of boundary {boundary} cannot be used: {error}")
+            self._note(f"warning: prior {sha256[:12]} of {part} cannot be used: {error}")
         self._refused[sha256] = time.monotonic()
         while len(self._refused) > 64:
             self._refused.pop(next(iter(self._refused)))
 
-    def _holders(self, boundary: int, sha256: str) -> list[str]:
-        """Who says that it holds a prior, then its anchor, then whoever codes at the boundary."""
+    def _holders(self, part: PriorPart, sha256: str) -> list[str]:
+        """Who says that it holds a prior, then its anchor, then whoever needs it too."""
         name = sha256[:PRIOR_NAME_CHARACTERS]
-        offer = self.shelf.find(boundary, sha256)
+        offer = self.shelf.find(part, sha256)
         view = self._board.view()
 
         def near(record: PeerRecord) -> bool:
-            return record.stage in (boundary, boundary + 1)
+            return record.stage in part.stages
 
         holders = [peer for peer, record in view.items() if name in record.priors]
         holders += [offer.publisher] if offer is not None else []

@@ -30,6 +30,14 @@ def sketch_of(header: dict[str, Any]) -> str:
     return sketch
 
 
+def hash_of(header: dict[str, Any], name: str) -> str:
+    """A sha256 in hex, or "". Raises FrameError."""
+    text = text_of(header, name)
+    if text and (len(text) != HASH_LENGTH or not set(text) <= set("0123456789abcdef")):
+        raise FrameError("header", f"field {name!r}: a hash or nothing expected")
+    return text
+
+
 def peers_of(header: dict[str, Any], name: str, count: int = MAX_ROSTER) -> tuple[str, ...]:
     """At most `count` peer ids, none of them twice. Raises FrameError."""
     peers = need_texts(header, name, count, PEER_LENGTH)

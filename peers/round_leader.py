@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from peers.frames import Kind
 from peers.limits import LIMITS
@@ -171,6 +172,7 @@ class RoundLeader(RoundAttempt):
             sketch=arrivals[self.me].sketch,
             lineage=self.lineage,
             held=held,
+            corrector=_common_corrector(arrivals.values()) if held is None else "",
         )
         sends: list[Action] = [Send(peer, Kind.GROUP, group) for peer in members if peer != self.me]
         return [*sends, *self._enter(group, now), *self._commit_if_agreed(now)]
@@ -288,3 +290,9 @@ class RoundLeader(RoundAttempt):
             and (peer not in roster or peer in self._silent)
         ]
         return tuple(sorted(due)[: MAX_ROSTER - len(roster)])
+
+
+def _common_corrector(arrivals: Iterable[Arrival]) -> str:
+    """The prior that all of them hold, else "": then none of them corrects."""
+    hashes = {arrival.corrector for arrival in arrivals}
+    return hashes.pop() if len(hashes) == 1 else ""

@@ -14,7 +14,7 @@ import msgpack
 
 from peers import round_fields
 from peers.frames import FrameError, need, need_count, need_texts
-from peers.round_fields import PEER_LENGTH, keys_of, peers_of, sketch_of, text_of
+from peers.round_fields import PEER_LENGTH, hash_of, keys_of, peers_of, sketch_of, text_of
 from swarm.plan import MAX_ROSTER, MAX_SAMPLES_PER_STEP, MAX_SLOTS, MicrobatchKey
 
 HASH_LENGTH = round_fields.HASH_LENGTH
@@ -93,7 +93,8 @@ class Arrival:
 
     lineage: of the weights before the step. weight: loss tokens of the ledger. held: an average without a
     COMMIT. lost: keys of which it knows that nobody can give them. sketch: of its weights, hex text.
-    attempt: the last one it was in.
+    attempt: the last one it was in. corrector: hash of the corrector's prior that the plan names, "" if it does
+    not hold it (or there is none).
     """
 
     step: int
@@ -105,6 +106,7 @@ class Arrival:
     sketch: str = ""
     lineage: str = ""
     attempt: int = 0
+    corrector: str = ""
 
     @property
     def ledger_hash(self) -> str:
@@ -123,6 +125,7 @@ class Arrival:
             "sketch": self.sketch,
             "lineage": self.lineage,
             "attempt": self.attempt,
+            "corrector": self.corrector,
         }
 
 
@@ -131,7 +134,8 @@ class Group:
     """Members of one averaging attempt, in the order that gives each its part of the vector.
 
     lost: keys of the plan that are in no ledger and that nobody can give. sketch: of the leader's weights.
-    held: the average of an earlier attempt that is to be finished; then nothing is exchanged.
+    held: the average of an earlier attempt that is to be finished; then nothing is exchanged. corrector: hash of
+    the prior by which all members correct the average: that of the plan if every one of them holds it, else "".
     """
 
     id: str
@@ -146,6 +150,7 @@ class Group:
     sketch: str = ""
     lineage: str = ""
     held: Held | None = None
+    corrector: str = ""
 
     def header(self) -> dict[str, Any]:
         """Wire form (the leader is the sender)."""
@@ -161,6 +166,7 @@ class Group:
             "sketch": self.sketch,
             "lineage": self.lineage,
             "held": self.held.header() if self.held is not None else {},
+            "corrector": self.corrector,
         }
 
 
@@ -284,6 +290,7 @@ def parse_arrival(header: dict[str, Any]) -> Arrival:
         sketch=sketch_of(header),
         lineage=text_of(header, "lineage"),
         attempt=need_count(header, "attempt", MAX_STEP),
+        corrector=hash_of(header, "corrector"),
     )
 
 
@@ -311,6 +318,7 @@ def parse_group(header: dict[str, Any], leader: str) -> Group:
         sketch=sketch_of(header),
         lineage=text_of(header, "lineage"),
         held=_held(header),
+        corrector=hash_of(header, "corrector"),
     )
 
 

@@ -145,6 +145,8 @@ class RoundCore(RoundMeeting):
         is_same = mine.plan == group.plan and mine.ledger_hash == group.ledgers[position]
         if self._mine is None or not is_same or not set(mine.keys).isdisjoint(group.lost):
             return self._refuse(peer, group, "key", is_again=self._mine is not None)
+        if group.corrector not in ("", mine.corrector):
+            return self._refuse(peer, group, "schema", is_again=True)
         if mine.weight != group.weights[position]:
             return self._refuse(peer, group, "weight", is_again=False)
         return [*self._leave_for(peer), *self._enter(group, now)]

@@ -19,6 +19,7 @@ from peers.announcer import Announcer
 from peers.catchup import CatchUp
 from peers.checkpoint import CheckpointStore
 from peers.config import PeerConfig
+from peers.corrections import Corrections
 from peers.engine import Engine
 from peers.fileserver import FileServer
 from peers.frames import Frame
@@ -133,6 +134,28 @@ class StagePeer:
         await self._updates.start()
         await self._snapshots.start()
         await self._snapshots.checked()
+        codecs = {
+            codec.boundary: codec
+            for codec in (boundaries.incoming, boundaries.outgoing)
+            if isinstance(codec, VersionedCodec)
+        }
+        self._priors = self._announcer.priors = self._status.priors = Priors(
+            manifest=self._manifest,
+            stage=self._stage,
+            codecs=codecs,
+            codec_of=lambda boundary, prior: codec_of(self._config, self._files, boundary, prior),
+            corrections=Corrections(
+                self._manifest.corrector, self._stage, compute.trainable, self._config.device
+            ),
+            board=self._board,
+            p2p=self._p2p,
+            server=self._server,
+            directory=directory / "priors",
+            traffic=self._traffic,
+            tasks=tasks,
+            note=note,
+            anchors=lambda: self._grants.anchors,
+        )
         catchup = CatchUp(
             manifest=self._manifest,
             stage=self._stage,
@@ -146,25 +169,7 @@ class StagePeer:
             traffic=self._traffic,
             metrics=self._metrics,
             note=note,
-        )
-        codecs = {
-            codec.boundary: codec
-            for codec in (boundaries.incoming, boundaries.outgoing)
-            if isinstance(codec, VersionedCodec)
-        }
-        self._priors = self._announcer.priors = self._status.priors = Priors(
-            manifest=self._manifest,
-            stage=self._stage,
-            codecs=codecs,
-            codec_of=lambda boundary, prior: codec_of(self._config, self._files, boundary, prior),
-            board=self._board,
-            p2p=self._p2p,
-            server=self._server,
-            directory=directory / "priors",
-            traffic=self._traffic,
-            tasks=tasks,
-            note=note,
-            anchors=lambda: self._grants.anchors,
+            priors=self._priors,
         )
         self._trainer = Trainer(
             manifest=self._manifest,

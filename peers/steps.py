@@ -63,6 +63,8 @@ class Steps:
         self._nudged_at = 0.0
         self._links, self._files, self._tasks, self._is_voting = links, files, tasks, is_voting
         self._priors = priors
+        if priors is not None:
+            priors.on_came = self.check_ready  # a group corrects by what its members say that they hold
         self.assignments = Assignments(self.me, links, self._run_slot)
         self.worker: StageWorker
         self.averaging: Averaging
@@ -284,6 +286,7 @@ class Steps:
                 lineage=self.averaging.core.lineage,
                 lost=tuple(sorted({*compact(core.lost), *self.recovery.lost} - set(keys))),
                 sketch=self.averaging.sketch,
+                corrector=self._priors.corrector_held(plan) if self._priors is not None else "",
             )
         )
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peers.compute import Boundaries, Work, check_slice, check_state
+from peers.compute import Boundaries, Correct, Work, check_slice, check_state
 from swarm.activation.base import Payload
 from swarm.manifest import RunManifest
 from swarm.model.stage import StageModel
@@ -81,12 +81,13 @@ class TorchCompute:
         scale = self._manifest.reference_loss_tokens / max(1, loss_tokens)
         return (self._accumulator * scale).cpu()
 
-    def apply(self, average: Tensor, step: int) -> float:
+    def apply(self, average: Tensor, step: int, correct: Correct | None = None) -> float:
         """See StageCompute."""
         try:
-            norm = self._optimizer.apply(
-                average.to(self._accumulator.device), step, self._manifest.total_steps
-            )
+            gradient = average.to(self._accumulator.device, copy=correct is not None)
+            if correct is not None:
+                correct(self.trainable.views(gradient), step)
+            norm = self._optimizer.apply(gradient, step, self._manifest.total_steps)
         finally:
             # Also when the gradient was refused: a slice may have been written before.
             self.trainable.write(self._optimizer.master, self._parameters)

@@ -68,7 +68,7 @@ class Trainer:
         view: View,
         on_snapshot: Callable[[int, str], None],
         note: Callable[[str], None],
-        priors: Priors | None = None,
+        priors: Priors,
         trace_ledger: Path | None = None,
     ) -> None:
         self.manifest, self.stage, self.stages = manifest, stage, manifest.model.stages
@@ -128,6 +128,7 @@ class Trainer:
             updates=updates,
             run_id=manifest.run_id,
             owner=self,
+            corrections=priors.corrections,
         )
         self.recovery = Recovery(
             stage=stage,
@@ -302,7 +303,7 @@ class Trainer:
         digest = plan.digest() if plan is not None else ""
         all_keys = compact(plan.keys()) if plan is not None else ()
         ledger, loss = self._averaged
-        self._trace.write(commit, digest, ledger, all_keys, loss)
+        self._trace.write(commit, digest, ledger, all_keys, loss, self.averaging.corrected_by)
         samples = sum(len(slot.samples) for slot in plan.slots) if plan is not None else 0
         tokens = samples * self.manifest.data.sequence_length
         self.progress.finished_step(time.monotonic(), tokens, loss, norm, len(commit.lost))

@@ -24,10 +24,11 @@ import msgpack
 import torch
 from torch import Tensor
 
-from peers.compute import StageCompute, take_step
+from peers.compute import Correct, StageCompute, take_step
 from peers.exchange import Exchange, alone_digest, exchange_digest
 from peers.frames import FrameError, need, need_count, tensor_bytes
 from peers.limits import LIMITS
+from peers.round_fields import hash_of
 from peers.round_messages import HASH_LENGTH, MAX_STEP, MAX_WEIGHT, Group, next_lineage
 from swarm.gradient.values import ValueFormat, decode_values, encoded_bytes
 
@@ -54,6 +55,7 @@ class Update:
 
     lineage: of the weights before it. digest: as committed. chunks: uint8, the coded average in order (none if
     `way` is "none"). slice: offset and fp32 weights of the leader that are written before the average is applied.
+    corrector: hash of the prior by which the average is corrected, or "".
     """
 
     run: str
@@ -69,6 +71,7 @@ class Update:
     total_weight: int
     chunks: tuple[Tensor, ...] = ()
     slice: tuple[int, Tensor] | None = None
+    corrector: str = ""
 
     @property
     def next_lineage(self) -> str:
@@ -79,9 +82,9 @@ class Update:
         """Raise UpdateError unless the digest is that of the content."""
         if self.way == "exchanged":
             hashes = [hashlib.sha256(tensor_bytes(chunk)).digest() for chunk in self.chunks]
-            digest = exchange_digest(hashes, self.slice)
+            digest = exchange_digest(hashes, self.slice, self.corrector)
         else:
-            digest = alone_digest(self.group)
+            digest = alone_digest(self.group, self.corrector)
         if digest != self.digest:
             raise UpdateError(f"the update of step {self.step} is not what its round committed")
 
@@ -108,6 +111,7 @@ def exchanged_update(exchange: Exchange, *, run: str, stage: int, lineage: str, 
         total_weight=sum(group.weights),
         chunks=tuple(exchange.encoded),
         slice=exchange.slice,
+        corrector=group.corrector,
     )
 
 
@@ -125,13 +129,14 @@ def alone_update(group: Group, contribution: Tensor, *, run: str, stage: int, li
         step=group.step,
         lineage=lineage,
         group=group.id,
-        digest=alone_digest(group.id),
+        digest=alone_digest(group.id, group.corrector),
         way="none" if is_empty else "alone",
         values="fp32",
         elements=contribution.numel(),
         chunk_elements=size,
         total_weight=sum(group.weights),
         chunks=tuple(piece.view(torch.uint8) for piece in pieces),
+        corrector=group.corrector,
     )
 
 
@@ -152,8 +157,10 @@ def average_of(update: Update) -> Tensor | None:
     return average
 
 
-def apply_update(compute: StageCompute, update: Update) -> float | None:
+def apply_update(compute: StageCompute, update: Update, correct: Correct | None = None) -> float | None:
     """Take the step as the members took it; returns the gradient's norm. Runs on the compute thread.
+
+    correct: by the prior that the update names; None if it names none.
 
     None if nothing was applied: no weight, or an average that is not finite, which every member refused alike.
     Raises UpdateError, with nothing changed, for an update of another size.
@@ -165,7 +172,7 @@ def apply_update(compute: StageCompute, update: Update) -> float | None:
         compute.clear()
         return None
     try:
-        return take_step(compute, average, update.step, update.slice)
+        return take_step(compute, average, update.step, update.slice, correct)
     except ValueError:
         return None
 
@@ -259,6 +266,7 @@ def _head(update: Update) -> dict[str, Any]:
         "total_weight": update.total_weight,
         "slice_offset": offset,
         "slice_elements": count,
+        "corrector": update.corrector,
     }
 
 
@@ -310,6 +318,7 @@ def _parse_head(head: dict[str, Any]) -> Update:
         total_weight=need_count(head, "total_weight", MAX_WEIGHT * LIMITS.links),
         # Memory for a slice is taken once the file's size has proved that it is there.
         slice=(offset, torch.empty(1, dtype=torch.float32).expand(count)) if count else None,
+        corrector=hash_of(head, "corrector"),
     )
 
 

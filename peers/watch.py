@@ -61,8 +61,11 @@ class LedgerTrace:
         ledger: Sequence[CompactKey],
         all_keys: Sequence[CompactKey],
         loss: tuple[float, int],
+        corrector: str,
     ) -> None:
-        """A step was applied with this ledger of its own. loss: sum of token losses and loss tokens."""
+        """A step was applied with this ledger of its own. loss: sum of token losses and loss tokens. corrector: hash
+        of the prior by which it was corrected, or "".
+        """
         if self._path is None:
             return
         line: dict[str, Any] = {
@@ -77,6 +80,7 @@ class LedgerTrace:
             "roster": list(commit.roster),
             "at": time.time(),
             "loss": list(loss),
+            "corrector": corrector,
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

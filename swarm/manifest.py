@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from swarm.activation.config import CodecConfig
+from swarm.anchor.config import CorrectorConfig, NoCorrectorConfig
 from swarm.data.index import DataIndex
 from swarm.gradient.values import AveragingConfig
 from swarm.optim import OptimizerConfig
@@ -139,6 +140,7 @@ class RunManifest(BaseModel):
     codec: CodecConfig
     averaging: AveragingConfig = AveragingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    corrector: CorrectorConfig = NoCorrectorConfig()
     min_replicas: int = Field(default=1, ge=1, le=256)
     snapshot_every: int = Field(default=20, ge=1)
     early_snapshots: tuple[int, ...] = (5, 10)

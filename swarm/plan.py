@@ -76,8 +76,9 @@ class Plan(BaseModel):
     later attempt drops what it accumulated under an earlier one. group is the id of the stage-0 group that
     committed the plan (the proposal's own id for the first plan of a start).
 
-    prior_versions, prior_hashes: the prior in force at every boundary: how often it has changed, and the sha256
-    (hex) of its file; version 0 with hash "" is the run's initial prior. A version never stands for two hashes.
+    prior_versions, prior_hashes: the prior in force at every boundary and, if the run has a corrector with a prior,
+    then of every stage: how often it has changed, and the sha256 (hex) of its file; version 0 with hash "" is the
+    run's initial prior (for a corrector: none). A version never stands for two hashes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from peers.commands.corrector import corrector_config
 from peers.commands.evaluate import quiet_transformers
 from peers.commands.init import RunOptions, check_target
 from peers.config import UserError
@@ -20,6 +21,8 @@ from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig
 from swarm.activation.fit import fit_basis_prior, fit_mean_prior
 from swarm.activation.registry import needs_prior, needs_tokens
 from swarm.activation.tokens import TOKENS_FILE, TokenTable, make_token_table
+from swarm.anchor.config import NoCorrectorConfig, PriorCorrectorConfig
+from swarm.anchor.registry import needs_prior as corrector_needs_prior
 from swarm.data.config import DataConfig
 from swarm.data.dataset import PackedDataset
 from swarm.data.order import samples_from_far_end
@@ -43,6 +46,7 @@ OWNER_KEY_FILE = "owner.key"
 ARTIFACTS = "artifacts"
 
 AnyCodec = DenseConfig | MaskConfig | BasisConfig
+AnyCorrector = NoCorrectorConfig | PriorCorrectorConfig
 
 
 def prior_name(boundary: int) -> str:
@@ -98,10 +102,12 @@ def optimizer_config(options: RunOptions) -> OptimizerConfig:
         raise _refused(error) from error
 
 
-def anchor_section(options: RunOptions, codec: AnyCodec) -> AnchorSection:
+def anchor_section(options: RunOptions, codec: AnyCodec, corrector: AnyCorrector) -> AnchorSection:
     """The run's anchors. Raises UserError."""
-    if options.anchor_peers and not isinstance(codec, BasisConfig):
-        raise UserError(f"--anchor-peers: codec {codec.name} has no priors; use --codec basis")
+    if options.anchor_peers and not isinstance(codec, BasisConfig) and not corrector_needs_prior(corrector):
+        raise UserError(
+            f"--anchor-peers: codec {codec.name} has no priors, and no --corrector needs any; use --codec basis"
+        )
     try:
         return AnchorSection(peers=options.anchor_peers, microbatches=options.anchor_microbatches)
     except ValidationError as error:
@@ -132,7 +138,8 @@ def build_run(options: RunOptions, run_dir: Path, progress: Progress | None = No
     quiet_transformers()
     show: Progress = progress if progress is not None else lambda *_: None
     codec, optimizer, data = codec_config(options), optimizer_config(options), data_config(options)
-    anchors = anchor_section(options, codec)
+    corrector = corrector_config(options)
+    anchors = anchor_section(options, codec, corrector)
     _check_counts(options)
     check_target(run_dir)
     if options.threads is not None:
@@ -146,7 +153,7 @@ def build_run(options: RunOptions, run_dir: Path, progress: Progress | None = No
             f"{partial} exists: another init is making this run, or one was killed; in that case remove it"
         ) from error
     try:
-        manifest = _build(options, run_dir.name, partial, codec, optimizer, data, anchors, show)
+        manifest = _build(options, run_dir.name, partial, codec, optimizer, corrector, data, anchors, show)
         if run_dir.exists():
             run_dir.rmdir()  # empty: check_target saw to it, and rmdir refuses anything else
         partial.rename(run_dir)
@@ -162,6 +169,7 @@ def _build(
     target: Path,
     codec: AnyCodec,
     optimizer: OptimizerConfig,
+    corrector: AnyCorrector,
     data: DataConfig,
     anchors: AnchorSection,
     show: Progress,
@@ -230,6 +238,7 @@ def _build(
             codec=codec,
             averaging=AveragingConfig(values=options.averaging_values),
             optimizer=optimizer,
+            corrector=corrector,
             min_replicas=options.replicas,
             snapshot_every=options.snapshot_every,
             anchors=anchors,

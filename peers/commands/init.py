@@ -155,6 +155,31 @@ class RunOptions(CommandOptions):
     anchor_microbatches: int = 8
     """Microbatches an anchor passes unmasked through a snapshot for one set of priors."""
 
+    corrector: Literal["none", "spectral", "one_sided", "signed", "bias", "additive"] = "none"
+    """What corrects averaged gradients by the clean ones that anchors memorise: the paper's filter (spectral), one
+    that filters the shorter side only, or mixtures that trust the prior (signed, bias, additive)."""
+
+    corrector_alpha: float | None = None
+    """Share of the raw gradient that stays; 1 corrects nothing. Without it 0.3, for additive 0.95."""
+
+    corrector_rank: int | None = None
+    """Singular triplets of a matrix's prior, 0 for all of them; 64 without it."""
+
+    corrector_beta: float | None = None
+    """Decay of the anchors' memory at each clean gradient; 0.95 without it."""
+
+    corrector_tau: float | None = None
+    """spectral, one_sided: singular value at which a direction passes half; 0.001 without it."""
+
+    corrector_tau_relative: bool = False
+    """spectral, one_sided: tau is a share of the matrix's largest singular value."""
+
+    corrector_max_staleness: int | None = None
+    """Steps after which a prior counts for nothing (it fades from half of them on); 30 without it."""
+
+    corrector_side: Literal["shorter", "left", "right"] | None = None
+    """one_sided: the side of a matrix that is filtered; shorter without it."""
+
     snapshot_every: int = 20
     """Steps between two snapshots that peers keep and serve."""
 
@@ -222,6 +247,7 @@ def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
     """What was made: run id, stages, bytes per token."""
     from rich.table import Table
 
+    from peers.commands.corrector import corrector_notes
     from peers.commands.inspect import boundary_bytes, stage_rows
 
     console.print(f"run {manifest.name!r}, id {manifest.run_id}, in {run_dir}", markup=False)
@@ -244,6 +270,8 @@ def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
         f"{data.heldout_samples:,} held out; {manifest.total_steps} steps take {epochs:.2f} epochs",
         markup=False,
     )
+    for note in corrector_notes(manifest):
+        console.print(note, markup=False)
     cost = boundary_bytes(manifest, run_dir / "artifacts")
     if cost is not None:
         console.print(

@@ -133,6 +133,7 @@ def run_options_without_effect(options: LocalOptions, manifest: RunManifest) -> 
         "sequence_length": manifest.data.sequence_length,
         "codec": manifest.codec.name,
         "mask_ratio": getattr(manifest.codec, "mask_ratio", None),
+        "corrector": manifest.corrector.name,
         "learning_rate": manifest.optimizer.learning_rate,
         "compute": manifest.compute,
         "seed": manifest.seed,

@@ -267,7 +267,7 @@ def records_of(identity: Identity, now: float = 0.0) -> list[Any]:
             priors=("0" * 16,),
         ),
         ManifestPointer(**common, manifest_sha256="0" * 64, nbytes=100, name="a run"),
-        PriorRecord(**common, boundary=1, step=20, sha256="0" * 64, nbytes=100),
+        PriorRecord(**common, kind="corrector", part=1, step=20, sha256="0" * 64, nbytes=100),
         GrantRecord(**{**common, "run_id": GRANT.run_id}, grant=GRANT.encode()),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Awaitable, Callable
@@ -11,6 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import torch
 import uvloop
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,9 +23,14 @@ from dht.identity import Identity
 from dht.noticeboard import Noticeboard
 from dht.records import PriorRecord
 from peers.fileserver import FileServer
+from peers.prior_parts import PriorPart
 from peers.priors import prior_file_name
 from peers.traffic import Traffic
 from swarm.anchor.boundary_prior import BoundaryPrior, encode_boundary_prior
+from swarm.anchor.config import NoCorrectorConfig
+from swarm.anchor.factor import exact_factors
+from swarm.anchor.memory import target_matrices
+from swarm.anchor.prior import SpectralPrior, encode_spectral_prior
 from swarm.manifest import RunManifest
 
 R = TypeVar("R")
@@ -69,21 +76,47 @@ class PuppetAnchor:
         arrays = self.arrays(boundary)
         return encode_boundary_prior(BoundaryPrior(boundary, 0, step, {**arrays, **change}))
 
-    def offer(self, boundary: int, step: int, data: bytes, *, served: bytes | None = None) -> str:
-        """Say that a prior can be had here; served: other bytes that are given to who asks. Returns its hash."""
+    def corrector(self, stage: int, step: int, seed: int = 0, **change: Tensor) -> bytes:
+        """A corrector's prior of a stage: factors of random matrices. change: arrays by `left`, `values` or `right`
+        that take the place of the first matrix's.
+        """
+        generator = torch.Generator().manual_seed(seed + 1000 * stage)
+        config = self._manifest.corrector
+        rank = None if isinstance(config, NoCorrectorConfig) else config.rank
+        factors = {
+            name: exact_factors(1e-2 * torch.randn(shape, generator=generator), rank).factors
+            for name, shape in self.matrices(stage).items()
+        }
+        for part, array in change.items():
+            first = next(iter(factors))
+            factors[first] = dataclasses.replace(factors[first], **{part: array})
+        return encode_spectral_prior(SpectralPrior(stage, 0, step, factors))
+
+    def matrices(self, stage: int) -> dict[str, tuple[int, int]]:
+        """The matrices of a stage that a corrector has priors of."""
+        tensors = load_file(self._run_dir / "artifacts" / f"stage-{stage}.safetensors")
+        return target_matrices({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+    def offer(self, part: int | PriorPart, step: int, data: bytes, *, served: bytes | None = None) -> str:
+        """Say that a prior can be had here; served: other bytes that are given to who asks. Returns its hash.
+
+        part: a number is that of a boundary.
+        """
+        part = part if isinstance(part, PriorPart) else PriorPart("boundary", part)
         sha256 = hashlib.sha256(data).hexdigest()
-        path = self._folder / f"{boundary}-{sha256}"
+        path = self._folder / f"{part.name}-{sha256}"
         path.write_bytes(data if served is None else served)
 
         async def publish() -> None:
-            self._server.register(prior_file_name(boundary, sha256), path, self._manifest.run_id)
+            self._server.register(prior_file_name(part, sha256), path, self._manifest.run_id)
             await self._board.publish(
                 PriorRecord(
                     run_id=self._manifest.run_id,
                     peer_id=self._identity.peer_id,
                     public_key=self._identity.public_key,
                     incarnation=self._identity.incarnation,
-                    boundary=boundary,
+                    kind=part.kind,
+                    part=part.ordinal,
                     step=step,
                     sha256=sha256,
                     nbytes=len(data),

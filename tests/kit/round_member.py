@@ -27,7 +27,7 @@ def lineage_of(applied: list[Applied]) -> str:
 
 def digest_of(group: Group) -> str:
     """What the exchange of a group gives."""
-    return hashlib.sha256(f"{group.id}/{group.ledgers}".encode()).hexdigest()
+    return hashlib.sha256(f"{group.id}/{group.ledgers}/{group.corrector}".encode()).hexdigest()
 
 
 class Member:
@@ -50,6 +50,12 @@ class Member:
         self.is_frozen = self.is_fenced = False
         self.average: Group | None = None
         self.exchange: Group | None = None
+
+    @property
+    def corrector(self) -> str:
+        """The corrector's prior of the step; most members hold it, in most steps."""
+        drawn = hashlib.sha256(f"{self.name}/{self.core.step}".encode()).digest()[0]
+        return "c" * 64 if drawn >= 64 else ""
 
     @property
     def is_dead(self) -> bool:
@@ -180,6 +186,7 @@ class Member:
         if self.is_dead:
             return
         assert self.average is not None and self.average.id == commit.group, "applies what it does not have"
+        assert self.average.corrector in ("", self.corrector), "corrects by what it does not hold"
         assert self.core.step == commit.step == len(self.applied), "a step is applied out of order"
         self.world.on_applied(self, commit, self.average)
         self.applied.append((commit.step, commit.group, commit.digest))
@@ -243,7 +250,8 @@ class Member:
             self.ledger.clear()
         keys = tuple(sorted(self.ledger))
         lost = world.known_lost(self.name, plan)
-        self.run(self.core.on_ready(Arrival(self.core.step, plan, keys, len(keys), lost=lost), world.sim.now))
+        arrival = Arrival(self.core.step, plan, keys, len(keys), lost=lost, corrector=self.corrector)
+        self.run(self.core.on_ready(arrival, world.sim.now))
 
     # -- catching up -------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,19 @@ def test_peers_train_like_the_reference(
         assert reported == pytest.approx(losses[-1], abs=1e-4)
 
 
-def trained_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in a peer's newest checkpoint."""
-    (path,) = folder.glob(f"data/*/checkpoints/*/*version-{STEPS:08d}.safetensors")
+def trained_weights(folder: Path, version: int = STEPS) -> dict[str, Tensor]:
+    """The weights in a peer's checkpoint of a version."""
+    (path,) = folder.glob(f"data/*/checkpoints/*/*version-{version:08d}.safetensors")
     with safe_open(path, framework="pt") as file:
         names = [name for name in file.keys() if name.startswith("weight.")]  # noqa: SIM118
         return {name.removeprefix("weight."): file.get_tensor(name) for name in names}
 
 
 def reference(
-    manifest: RunManifest, run_dir: Path, model_dir: Path
+    manifest: RunManifest,
+    run_dir: Path,
+    model_dir: Path,
+    corrector: Callable[[dict[str, Tensor], int], object] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Weights after the run's steps by the oracle, weights before, and the loss of every step."""
     from transformers import AutoModelForCausalLM
@@ -103,6 +107,7 @@ def reference(
         manifest.optimizer,
         manifest.total_steps,
         reference_loss_tokens=manifest.reference_loss_tokens,
+        corrector=corrector,
     )
     initial = {name: master.detach().clone() for name, master in trainer.masters.items()}
     for stage in range(manifest.model.stages):

@@ -11,10 +11,13 @@ import torch
 
 from peers import rounds
 from peers.averaging import Averaging
+from peers.corrections import Corrections
 from peers.engine import Engine
 from peers.frames import Frame, FrameError, Kind
 from peers.questions import Questions
 from peers.round_messages import Arrival, Commit, Group, compact
+from swarm.anchor.config import NoCorrectorConfig
+from swarm.model.trainable import TrainableSet
 from swarm.plan import Plan, Slot
 
 ME, OTHER = "a" * 8, "b" * 8
@@ -68,6 +71,7 @@ def averaging(tasks: asyncio.TaskGroup, owner: Owner, stage: int = 0) -> Averagi
         updates=None,  # type: ignore[arg-type]
         run_id="run",
         owner=owner,  # type: ignore[arg-type]
+        corrections=Corrections(NoCorrectorConfig(), stage, TrainableSet.of({}), "cpu"),
     )
 
 

@@ -105,13 +105,15 @@ def test_records_survive_the_wire(identities: list[Identity]) -> None:
         peer_id=identities[0].peer_id,
         public_key=identities[0].public_key,
         incarnation=7,
-        boundary=2,
+        kind="boundary",
+        part=2,
         step=20,
         sha256="0" * 64,
         nbytes=10,
     )
-    assert len({place_of(record) for record in (peer, pointer, prior)}) == 3
-    for record in (peer, pointer, prior):
+    other = prior.model_copy(update={"kind": "corrector"})
+    assert len({place_of(record) for record in (peer, pointer, prior, other)}) == 4
+    for record in (peer, pointer, prior, other):
         assert decode_record(encode_record(record, identities[0])) == record
 
 

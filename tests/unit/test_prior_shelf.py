@@ -7,10 +7,14 @@ import hashlib
 import pytest
 
 from peers.planning import PriorRef
+from peers.prior_parts import PriorPart
 from peers.prior_shelf import KEPT_OFFERS, PATIENCE_S, Offer, PriorShelf
 
 ROSTERS = (("a", "b"), ("c", "d"), ("e",))
 NOW = 100.0
+FIRST, SECOND = PriorPart("boundary", 0), PriorPart("boundary", 1)
+OWN = PriorPart("corrector", 1)
+PARTS = (FIRST, SECOND, *(PriorPart("corrector", stage) for stage in range(3)))
 
 
 def digest(text: str) -> str:
@@ -18,13 +22,13 @@ def digest(text: str) -> str:
 
 
 def offer(
-    publisher: str = "anchor", boundary: int = 0, step: int = 5, content: str = "", nbytes: int = 9
+    publisher: str = "anchor", part: PriorPart = FIRST, step: int = 5, content: str = "", nbytes: int = 9
 ) -> Offer:
-    return Offer(publisher, boundary, step, digest(content or f"{boundary}/{step}"), nbytes)
+    return Offer(publisher, part, step, digest(content or f"{part}/{step}"), nbytes)
 
 
 def shelf(*offers: Offer) -> PriorShelf:
-    made = PriorShelf(["anchor", "second"], len(ROSTERS) - 1, limit_bytes=100)
+    made = PriorShelf(["anchor", "second"], PARTS, limit_bytes=100)
     for one in offers:
         assert made.take(one, NOW) == "new"
     return made
@@ -34,7 +38,7 @@ def held(*offers: Offer, by: str = "abcde") -> dict[str, tuple[str, ...]]:
     return {peer: tuple(one.name for one in offers) for peer in by}
 
 
-INITIAL = (PriorRef(), PriorRef())
+INITIAL = (PriorRef(),) * len(PARTS)
 
 
 def test_prior_is_named_when_every_peer_of_both_its_stages_holds_it() -> None:
@@ -42,8 +46,18 @@ def test_prior_is_named_when_every_peer_of_both_its_stages_holds_it() -> None:
     assert shelf(one).choose(INITIAL, held(one, by="abc"), ROSTERS, NOW) == INITIAL
     assert shelf(one).choose(INITIAL, held(one, by="abcd"), ROSTERS, NOW) == (
         PriorRef(1, one.sha256),
-        PriorRef(),
+        *INITIAL[1:],
     )
+
+
+def test_correctors_prior_is_named_by_the_peers_of_its_own_stage_alone() -> None:
+    one = offer(part=OWN)
+    assert shelf(one).choose(INITIAL, held(one, by="abce"), ROSTERS, NOW) == INITIAL
+    named = shelf(one).choose(INITIAL, held(one, by="cd"), ROSTERS, NOW)
+    assert [ref.version for ref in named] == [0, 0, 0, 1, 0]
+    assert named[3] == PriorRef(1, one.sha256)
+    late = shelf(one).choose(INITIAL, held(one, by="c"), ROSTERS, NOW + PATIENCE_S + 1)
+    assert late == named
 
 
 @pytest.mark.parametrize(("by", "is_named"), [("abc", True), ("ac", True), ("abe", False), ("", False)])
@@ -73,8 +87,9 @@ def test_the_newest_that_may_be_named_is_and_a_plan_never_goes_back() -> None:
     ("bad", "reason"),
     [
         (offer(publisher="nobody"), "stranger"),
-        (offer(boundary=2), "boundary"),
-        (offer(boundary=-1), "boundary"),
+        (offer(part=PriorPart("boundary", 2)), "part"),
+        (offer(part=PriorPart("boundary", -1)), "part"),
+        (offer(part=PriorPart("corrector", 3)), "part"),
         (offer(nbytes=101), "size"),
     ],
 )
@@ -82,7 +97,7 @@ def test_offers_that_do_not_count_are_counted_once(bad: Offer, reason: str) -> N
     one = shelf()
     assert [one.take(bad, NOW), one.take(bad, NOW)] == [reason, None]
     assert one.counters == {reason: 1}
-    assert all(one.newest(b) is None for b in range(2))
+    assert all(one.newest(part) is None for part in PARTS)
 
 
 @pytest.mark.parametrize("is_first_known", [True, False])
@@ -91,7 +106,7 @@ def test_of_two_priors_of_one_version_that_of_the_first_anchor_counts(is_first_k
     one = shelf()
     for which in (first, second) if is_first_known else (second, first):
         one.take(which, NOW)
-    assert one.newest(0) == first
+    assert one.newest(FIRST) == first
     assert one.counters["conflict"] == 1
 
 
@@ -104,7 +119,7 @@ def test_offer_of_a_stranger_counts_once_the_owner_grants_and_no_more_once_it_re
     chosen = one.choose(INITIAL, held(late), ROSTERS, NOW)
     assert chosen[0] == PriorRef(1, late.sha256)
     one.recognise(("anchor", "second"))
-    assert one.newest(0) == offer(step=5)
+    assert one.newest(FIRST) == offer(step=5)
     assert one.choose(chosen, held(late, offer(step=5)), ROSTERS, NOW) == chosen, "what is in force stays"
     one.take(offer(step=9), NOW)
     assert one.choose(chosen, held(late, offer(step=9)), ROSTERS, NOW)[0] == PriorRef(2, offer(step=9).sha256)
@@ -114,15 +129,15 @@ def test_anchors_offer_replaces_that_of_one_that_was_revoked() -> None:
     one = shelf(offer(content="x"))
     one.recognise(("second",))
     assert one.take(offer("second", content="y"), NOW) == "new"
-    found = one.newest(0)
+    found = one.newest(FIRST)
     assert found is not None and found.publisher == "second"
 
 
 def test_memory_is_bounded() -> None:
     one = shelf(*(offer(step=step) for step in range(100)))
-    assert sum(one.find(0, offer(step=step).sha256) is not None for step in range(100)) == KEPT_OFFERS
+    assert sum(one.find(FIRST, offer(step=step).sha256) is not None for step in range(100)) == KEPT_OFFERS
     for number in range(10_000):
         one.take(offer(publisher=f"stranger-{number}"), NOW)
     assert one.counters["stranger"] == 10_000
-    newest = one.newest(0)
+    newest = one.newest(FIRST)
     assert newest is not None and newest.step == 99

@@ -49,6 +49,39 @@ def commit_of(core: RoundCore, **changes: object) -> Commit:
     return Commit(**(values | changes))  # type: ignore[arg-type]
 
 
+# -- who corrects by what ---------------------------------------------------------------------------------
+
+HELD, OTHER = "c" * 64, "d" * 64
+
+
+@pytest.mark.parametrize(
+    ("correctors", "common"),
+    [((HELD, HELD), HELD), ((HELD, ""), ""), (("", HELD), ""), ((HELD, OTHER), ""), (("", ""), "")],
+)
+def test_a_group_corrects_by_a_prior_that_all_of_its_members_hold(
+    correctors: tuple[str, str], common: str
+) -> None:
+    core = core_of(LEADER, NAMES[:2])
+    core.on_ready(replace(arrival(0, 1, 2), corrector=correctors[0]), 0.0)
+    group = entered(core.on_arrive(NAMES[1], replace(arrival(3, 4, 5), corrector=correctors[1]), 1.0))
+    assert group.corrector == common
+    member = core_of(NAMES[1], NAMES[:2])
+    member.on_ready(replace(arrival(3, 4, 5), corrector=correctors[1]), 0.0)
+    assert entered(member.on_group(LEADER, group, 1.0)) == group
+
+
+def test_a_member_refuses_a_group_that_corrects_by_what_it_does_not_hold() -> None:
+    core = core_of(LEADER, NAMES[:2])
+    core.on_ready(replace(arrival(0, 1, 2), corrector=HELD), 0.0)
+    group = entered(core.on_arrive(NAMES[1], replace(arrival(3, 4, 5), corrector=HELD), 1.0))
+    for own in ("", OTHER):
+        member = core_of(NAMES[1], NAMES[:2])
+        member.on_ready(replace(arrival(3, 4, 5), corrector=own), 0.0)
+        refused = member.on_group(LEADER, group, 1.0)
+        assert [type(a.body) for a in refused if isinstance(a, rounds.Send)] == [Failure, Arrival]
+        assert member.failures["schema"] == 1
+
+
 # -- who is late -------------------------------------------------------------------------------------------
 
 

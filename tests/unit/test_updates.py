@@ -77,6 +77,20 @@ def test_an_update_comes_back_equal(made: dict[str, Update], way: str, tmp_path:
     Artifact.of(path, update_name(update.step, update.stage))  # a name that the file server can serve
 
 
+def test_the_digest_covers_the_prior_by_which_a_step_is_corrected(
+    made: dict[str, Update], tmp_path: Path
+) -> None:
+    for update in made.values():
+        changed = dataclasses.replace(update, corrector="c" * 64)
+        write_update(tmp_path / "update", changed)
+        assert read_update(tmp_path / "update").corrector == "c" * 64
+        with pytest.raises(UpdateError, match="not what its round committed"):
+            changed.check_content()
+        write_update(tmp_path / "update", dataclasses.replace(update, corrector="../" * 10))
+        with pytest.raises(UpdateError, match="head"):
+            read_update(tmp_path / "update")
+
+
 def test_members_of_a_round_write_the_same_file(made: dict[str, Update], tmp_path: Path) -> None:
     """So that a joiner can take half of it from each of two."""
     for number in range(2):
