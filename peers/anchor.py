@@ -21,6 +21,8 @@ from dht.identity import Identity
 from dht.noticeboard import Noticeboard
 from dht.records import PriorRecord
 from peers.anchor_figures import AnchorFigures
+from peers.anchor_memory import AnchorMemory
+from peers.anchor_work import AnchorWork, PassResult
 from peers.announcer import Announcer
 from peers.catchup import STATE_BYTES_PER_WEIGHT, STATE_HEAD_BYTES
 from peers.checkpoint import CheckpointError, CheckpointStore
@@ -34,17 +36,19 @@ from peers.lifecycle import Lifecycle
 from peers.prior_parts import PriorPart
 from peers.priors import prior_file_name, write_prior
 from peers.reporting import Reporter
-from peers.run_files import RunFiles, stage_name
+from peers.run_files import RunFiles, prior_name, stage_name
 from peers.status import StatusBoard
 from peers.torch_compute import WEIGHT
 from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_snapshot
 from swarm.activation.config import BasisConfig
-from swarm.activation.fit import fit_basis_prior
+from swarm.activation.registry import needs_prior as codec_needs_prior
 from swarm.activation.registry import needs_tokens
 from swarm.activation.tokens import TOKENS_FILE
-from swarm.anchor.boundary_prior import BoundaryPrior, encode_boundary_prior
+from swarm.anchor.config import NoCorrectorConfig
+from swarm.anchor.gradients import stage_targets
 from swarm.anchor.passes import AnchorModel
+from swarm.anchor.registry import needs_prior
 from swarm.data.order import samples_from_far_end
 from swarm.manifest import RunManifest
 from swarm.model.stage import build_stage
@@ -90,7 +94,9 @@ class AnchorPeer:
         self._lifecycle, self._traffic = lifecycle, traffic
         self._reporter, self._addresses = reporter, addresses
         self._note: Callable[[str], None] = reporter.note
-        self._offered: list[list[tuple[str, Path]]] = []
+        self._offered: dict[PriorPart, list[tuple[str, Path]]] = {}
+        self._memory: AnchorMemory | None = None
+        self._work: AnchorWork
         # A folder of its own: on one machine several peers may share the run's.
         self._directory = config.checkpoint_dir or files.directory / "checkpoints" / identity.peer_id[-8:]
         self._model: AnchorModel
@@ -98,10 +104,18 @@ class AnchorPeer:
 
     async def run(self) -> None:
         """Until the run has ended, or this task is cancelled."""
+        try:
+            await self._run()
+        finally:
+            if self._memory is not None:
+                self._memory.close()
+
+    async def _run(self) -> None:
         codec = self._manifest.codec
-        if not isinstance(codec, BasisConfig):
+        if not isinstance(codec, BasisConfig) and not needs_prior(self._manifest.corrector):
             raise UserError(
-                f"run {self._manifest.name!r} uses codec {codec.name}, which needs no anchor: join a stage"
+                f"run {self._manifest.name!r} uses codec {codec.name} and no corrector, which need no anchor: join a "
+                f"stage"
             )
         self._check_named("has not named")
         self._lifecycle.go("syncing")
@@ -118,13 +132,14 @@ class AnchorPeer:
             if time.monotonic() - published > PUBLISH_S:
                 published = time.monotonic()
                 await self._announcer.publish()
+            self._look_at_memory()
             version = self._newest()
             if version is not None and version >= self._manifest.total_steps:
                 self._note("the run is finished: no priors are needed any more")
                 return
             if version is not None and version > (self.figures.version or 0):
                 try:
-                    await self._pass(version, store, codec)
+                    await self._pass(version, store)
                 except (TransferError, CheckpointError, ValueError, OSError) as error:
                     self.figures.failed += 1
                     self._note(f"warning: no priors of version {version}: {error}")
@@ -149,6 +164,8 @@ class AnchorPeer:
             await self._files.ensure(artifact.name)
         if needs_tokens(manifest.codec):
             await self._files.ensure(TOKENS_FILE)
+        for boundary in range(manifest.model.stages - 1) if codec_needs_prior(manifest.codec) else ():
+            await self._files.ensure(prior_name(boundary))
 
         def build() -> AnchorModel:
             config = model_config(manifest)
@@ -169,6 +186,17 @@ class AnchorPeer:
 
         self._note("loading all stages")
         self._model = await self._engine.submit(JobPriority.ROUND, build)
+        self._work = AnchorWork(self._config, manifest, self._model, self._files)
+        if not isinstance(manifest.corrector, NoCorrectorConfig) and needs_prior(manifest.corrector):
+            self._memory = AnchorMemory(
+                config=manifest.corrector,
+                manifest=manifest,
+                targets={stage: stage_targets(model) for stage, model in enumerate(self._model.models)},
+                directory=self._directory,
+                offer=self._offer,
+                note=self._note,
+            )
+            await self._memory.start()
 
     def _donors(self, stage: int) -> dict[str, tuple[int, ...]]:
         return {
@@ -187,7 +215,7 @@ class AnchorPeer:
 
     # -- a pass ------------------------------------------------------------------------------------------
 
-    async def _pass(self, version: int, store: CheckpointStore, codec: BasisConfig) -> None:
+    async def _pass(self, version: int, store: CheckpointStore) -> None:
         """Priors of one version, from fetching it to offering them."""
         began = time.monotonic()
         for stage in range(self._manifest.model.stages):
@@ -198,30 +226,21 @@ class AnchorPeer:
         rows = self._manifest.rows_per_microbatch
         dataset = self._files.dataset()
 
-        def fit() -> list[bytes]:
+        def work() -> PassResult:
             batches = [dataset.batch(samples[i : i + rows]) for i in range(0, len(samples), rows)]
-            boundaries = self._model.boundary_samples(batches, codec.calibration_tokens, seed=version)
-            features = None
-            if needs_tokens(codec):  # the same tokens at every boundary
-                features = boundaries[0].tokens.features(self._files.tokens("cpu"), codec.prediction)
-            return [
-                encode_boundary_prior(
-                    BoundaryPrior(
-                        boundary,
-                        version=0,  # the plan that puts it in force counts
-                        step=version,
-                        arrays=fit_basis_prior(found.hidden, found.gradient, found.offsets, codec, features),
-                    )
-                )
-                for boundary, found in enumerate(boundaries)
-            ]
+            return self._work.run(batches, version, memory.correctors() if memory is not None else None)
 
-        priors = await self._engine.submit(JobPriority.ROUND, fit)
-        await self._offer(version, priors)
+        memory = self._memory
+        result = await self._engine.submit(JobPriority.ROUND, work)
+        for boundary, data in enumerate(result.boundaries):
+            await self._offer(version, PriorPart("boundary", boundary), data)
+        if memory is not None and result.gradients is not None:
+            await memory.ingest(version, dict(enumerate(result.gradients)))
+        self._take_figures(result)
         figures = self.figures
         figures.passes, figures.version = figures.passes + 1, version
         figures.fetch_s, figures.fit_s = fetched - began, time.monotonic() - fetched
-        figures.prior_bytes = sum(map(len, priors))
+        figures.prior_bytes = sum(map(len, result.boundaries))
         self._note(
             f"priors of version {version}: {figures.prior_bytes / 1e6:.1f} MB, fetched in "
             f"{figures.fetch_s:.1f} s, fitted in {figures.fit_s:.1f} s"
@@ -260,31 +279,45 @@ class AnchorPeer:
         skip = calibration * manifest.rows_per_microbatch + number * count
         return samples_from_far_end(manifest.seed, manifest.data.train_samples, count, skip=skip)
 
-    async def _offer(self, version: int, priors: list[bytes]) -> None:
-        """Keep the files, serve them and say so."""
+    def _take_figures(self, result: PassResult) -> None:
+        figures, coding = self.figures, result.coding
+        if coding is not None:
+            figures.coded_cosine = coding.cosine
+            figures.forward_errors, figures.gradient_errors = coding.forward_errors, coding.gradient_errors
+        figures.raw_cosine, figures.corrected_cosine = result.gain or (None, None)
+
+    def _look_at_memory(self) -> None:
+        """What the memory's own thread has done since."""
+        figures, memory = self.figures, self._memory
+        if memory is not None:
+            figures.corrector_version, figures.factor_s = memory.version, memory.factor_s
+            figures.corrector_bytes, figures.corrector_skipped = memory.prior_bytes, memory.skipped
+            figures.gradients_refused = memory.refused
+
+    async def _offer(self, version: int, part: PriorPart, data: bytes) -> None:
+        """Keep a prior's file, serve it and say so; let go of what no plan can name any more."""
         run_id = self._manifest.run_id
-        offered: list[tuple[str, Path]] = []
-        for boundary, data in enumerate(priors):
-            part = PriorPart("boundary", boundary)
-            sha256, path = await asyncio.to_thread(write_prior, self._directory / "priors", part, data)
-            name = prior_file_name(part, sha256)
-            self._server.register(name, path, run_id)
-            offered.append((name, path))
-            await self._board.publish(
-                PriorRecord(
-                    run_id=run_id,
-                    peer_id=self._identity.peer_id,
-                    public_key=self._identity.public_key,
-                    incarnation=self._identity.incarnation,
-                    kind=part.kind,
-                    part=part.ordinal,
-                    step=version,
-                    sha256=sha256,
-                    nbytes=len(data),
-                )
+        sha256, path = await asyncio.to_thread(write_prior, self._directory / "priors", part, data)
+        name = prior_file_name(part, sha256)
+        self._server.register(name, path, run_id)
+        await self._board.publish(
+            PriorRecord(
+                run_id=run_id,
+                peer_id=self._identity.peer_id,
+                public_key=self._identity.public_key,
+                incarnation=self._identity.incarnation,
+                kind=part.kind,
+                part=part.ordinal,
+                step=version,
+                sha256=sha256,
+                nbytes=len(data),
             )
-        self._offered.append(offered)
-        for name, path in self._offered.pop(0) if len(self._offered) > KEPT_PASSES else ():
+        )
+        offered = self._offered.setdefault(part, [])
+        if (name, path) not in offered:
+            offered.append((name, path))
+        while len(offered) > KEPT_PASSES:
+            name, path = offered.pop(0)
             self._server.unregister(name, run_id)
             with suppress(OSError):
                 await asyncio.to_thread(path.unlink)

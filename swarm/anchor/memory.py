@@ -76,6 +76,21 @@ class GradientMemory:
         """Step of the newest weights whose gradient was taken; None before the first one."""
         return max(self._steps.values(), default=None)
 
+    def restore(self, matrices: Mapping[str, Tensor], source_step: int) -> None:
+        """Take over averages (fp32 [m, n] by name) of an earlier life, whose newest gradient was of this step.
+
+        Raises ValueError naming the first one that is no target, misshapen or not finite; nothing is changed then.
+        """
+        for name, matrix in matrices.items():
+            if self._shapes.get(name) != tuple(matrix.shape) or matrix.dtype != torch.float32:
+                raise ValueError(
+                    f"{name} is {matrix.dtype} {tuple(matrix.shape)}, not {self._shapes.get(name)}"
+                )
+            if not bool(torch.isfinite(matrix).all()):
+                raise ValueError(f"{name} holds values that are not finite")
+        self._matrices = dict(matrices)
+        self._steps = dict.fromkeys(matrices, source_step)
+
     def ingest(self, gradients: Mapping[str, Tensor], *, source_step: int, step: int) -> Ingestion:
         """Take a set of clean gradients (float [m, n] by name) into the averages.
 

@@ -1,7 +1,8 @@
 """An anchor's pass: a few microbatches, unmasked, through a snapshot of all stages.
 
 What it yields are the boundaries' dense hidden states and the gradients with respect to them (arXiv 2609.14339:
-the anchor circuit never takes an optimizer step). Weights get no gradients, so a pass costs about two forwards.
+the anchor circuit never takes an optimizer step). Weights get no gradients, unless a corrector wants them
+(`gradients`), so a pass costs about two forwards.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from swarm.activation.basis import document_positions
 from swarm.activation.calibrate import BoundarySamples, join_samples
+from swarm.anchor.gradients import WeightGradients
 from swarm.batch import Batch
 from swarm.model.stage import StageModel
 
@@ -34,6 +36,11 @@ class AnchorModel:
     def stages(self) -> int:
         """Number of stages P."""
         return len(self._stages)
+
+    @property
+    def models(self) -> tuple[StageModel, ...]:
+        """The stages, first to last."""
+        return tuple(self._stages)
 
     def load(self, stage: int, weights: Mapping[str, Tensor]) -> None:
         """Take a snapshot's trained weights of one stage, in any float dtype, by the uncut model's names.
@@ -60,11 +67,13 @@ class AnchorModel:
         *,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
+        gradients: WeightGradients | None = None,
     ) -> list[BoundarySamples]:
         """Samples of every boundary, at most `max_tokens` each, drawn evenly from the batches.
 
         The gradients are those of each microbatch's mean token loss. seed: of the draw. progress: called with
-        batches done and their number. Raises ValueError without batches or boundaries.
+        batches done and their number. gradients: collects the weights' in the same backwards. Raises ValueError
+        without batches or boundaries.
         """
         if not batches or self.stages < 2:
             raise ValueError(f"{len(batches)} microbatches through {self.stages} stages give no samples")
@@ -73,7 +82,10 @@ class AnchorModel:
         parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.stages - 1)]
         offsets: list[Tensor] = []
         taken: list[tuple[Tensor, Tensor, Tensor]] = []
+        loss_tokens = sum(batch.loss_tokens for batch in batches)
         for done, batch in enumerate(batches):
+            if gradients is not None:
+                gradients.share = batch.loss_tokens / max(1, loss_tokens)
             chosen = torch.randperm(batch.tokens, generator=generator)[:per_batch]
             offsets.append(document_positions(batch.document_starts).reshape(-1).cpu()[chosen])
             taken.append((batch.token_ids, batch.document_starts, chosen))

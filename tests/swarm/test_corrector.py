@@ -173,3 +173,64 @@ def test_wrong_priors_are_refused_and_a_joiner_corrects_as_the_others_did(
     assert corrector(swarm, "1-0")["weight"] == 0.0
     audited = audit({name: swarm.members[name].ledger() for name in [*NAMES, "newcomer"]}, stages=STAGES)
     assert not audited.doubled and not audited.lost, audited.problems()
+
+
+def test_a_real_anchor_remembers_through_its_death_and_the_swarm_goes_on_without_it(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    anchor, anchor_id = key(tmp_path, "anchor")
+    swarm.make_run(
+        stages=STAGES,
+        replicas=REPLICAS,
+        steps=5000,
+        codec="basis",
+        mask_ratio=50.0,
+        compute="fp32",
+        corrector="spectral",
+        corrector_rank=8,
+        corrector_max_staleness=200,
+        anchor_peers=(anchor_id,),
+        anchor_microbatches=4,
+        snapshot_every=30,
+        learning_rate=1e-3,
+    )
+    swarm.seed()
+    for name in NAMES:
+        swarm.join(int(name[0]), name)
+    member = swarm.join(None, "anchor", is_anchor=True, identity=anchor)
+
+    def figures() -> dict[str, Any]:
+        return (member.last("status") or {}).get("anchor") or {}
+
+    def corrected() -> bool:
+        return all((corrector(swarm, name).get("corrected") or 0) > 0 for name in NAMES)
+
+    wait_for(corrected, 120.0, "corrected steps", swarm)
+    wait_for(lambda: figures().get("corrected_cosine") is not None, 90.0, "the anchor's figures", swarm)
+    found = figures()
+    assert 0 < found["coded_cosine"] <= 1 and -1 <= found["corrected_cosine"] <= 1
+    assert len(found["forward_errors"]) == len(found["gradient_errors"]) == STAGES - 1
+    assert found["corrector_bytes"] > 0 and found["gradients_refused"] == 0
+    for name in NAMES:
+        assert priors(swarm, name)["counters"].keys() == {"fetched"}, swarm.report()
+        assert corrector(swarm, name)["passed"] == {}
+
+    swarm.kill("anchor")
+    goal = max(swarm.members[name].step for name in NAMES) + 20
+    wait_for(lambda: all(swarm.members[name].step >= goal for name in NAMES), 60.0, "more steps", swarm)
+    again = swarm.join(None, "anchor", is_anchor=True, identity=anchor)
+    wait_for(
+        lambda: sum(note.startswith("going on with the memory") for note in again.notes) == STAGES,
+        60.0,
+        "the memory",
+        swarm,
+    )
+    audited = audit({name: swarm.members[name].ledger() for name in NAMES}, stages=STAGES)
+    assert not audited.doubled and not audited.lost, audited.problems()
+    for stage in range(STAGES):
+        by_step: dict[int, set[str]] = {}
+        for name in NAMES:
+            for line in swarm.members[name].ledger():
+                if line["stage"] == stage:
+                    by_step.setdefault(line["step"], set()).add(line["corrector"])
+        assert all(len(used) == 1 for used in by_step.values()), "replicas corrected by different priors"
