@@ -47,9 +47,8 @@ from swarm.activation.registry import needs_tokens
 from swarm.activation.tokens import TOKENS_FILE
 from swarm.anchor.config import NoCorrectorConfig
 from swarm.anchor.gradients import stage_targets
-from swarm.anchor.passes import AnchorModel
+from swarm.anchor.passes import AnchorModel, pass_samples
 from swarm.anchor.registry import needs_prior
-from swarm.data.order import samples_from_far_end
 from swarm.manifest import RunManifest
 from swarm.model.stage import build_stage
 
@@ -221,7 +220,7 @@ class AnchorPeer:
         for stage in range(self._manifest.model.stages):
             await self._load(version, stage, store)
         fetched = time.monotonic()
-        samples = self._samples(version)
+        samples = pass_samples(self._manifest, version)
         await self._files.ensure_samples(samples)
         rows = self._manifest.rows_per_microbatch
         dataset = self._files.dataset()
@@ -268,16 +267,6 @@ class AnchorPeer:
         del checkpoint, weights
         with suppress(OSError):  # the weights are in memory: nobody else needs the file
             await asyncio.to_thread(path.unlink, missing_ok=True)
-
-    def _samples(self, version: int) -> list[int]:
-        """Samples of a pass: equal at every anchor, other ones in every pass, the last that training reaches."""
-        manifest = self._manifest
-        count = manifest.anchors.microbatches * manifest.rows_per_microbatch
-        number = sum(manifest.keeps_snapshot(step) for step in range(version))
-        codec = manifest.codec
-        calibration = codec.calibration_microbatches if isinstance(codec, BasisConfig) else 0
-        skip = calibration * manifest.rows_per_microbatch + number * count
-        return samples_from_far_end(manifest.seed, manifest.data.train_samples, count, skip=skip)
 
     def _take_figures(self, result: PassResult) -> None:
         figures, coding = self.figures, result.coding

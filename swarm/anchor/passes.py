@@ -14,9 +14,24 @@ from torch import Tensor
 
 from swarm.activation.basis import document_positions
 from swarm.activation.calibrate import BoundarySamples, join_samples
+from swarm.activation.config import BasisConfig
 from swarm.anchor.gradients import WeightGradients
 from swarm.batch import Batch
+from swarm.data.order import samples_from_far_end
+from swarm.manifest import RunManifest
 from swarm.model.stage import StageModel
+
+
+def pass_samples(manifest: RunManifest, version: int) -> list[int]:
+    """Samples of the pass through a version: equal at every anchor, others in every pass, the last that training
+    reaches, and not those of the initial priors.
+    """
+    count = manifest.anchors.microbatches * manifest.rows_per_microbatch
+    number = sum(manifest.keeps_snapshot(step) for step in range(version))
+    codec = manifest.codec
+    calibration = codec.calibration_microbatches if isinstance(codec, BasisConfig) else 0
+    skip = calibration * manifest.rows_per_microbatch + number * count
+    return samples_from_far_end(manifest.seed, manifest.data.train_samples, count, skip=skip)
 
 
 class AnchorModel:
