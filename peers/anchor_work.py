@@ -115,7 +115,9 @@ class AnchorWork:
     ) -> tuple[CodingFigures | None, tuple[float, float] | None, list[dict[str, Tensor]] | None]:
         """Figures of the coding, whether the corrector helps, and what the memory takes."""
         models = self._model.models
-        if not self._codecs:  # one stage
+        if not self._codecs:  # one stage: nothing is coded
+            if clean is not None and remembers_bias(self._manifest.corrector):
+                clean = [coding_bias(exact, exact) for exact in clean]
             return None, None, clean
         if clean is not None and remembers_bias(self._manifest.corrector):
             coded, errors = coded_gradients(models, batches, self._codecs, version)

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from peers.corrector_metrics import CorrectorMetrics
 from peers.frames import Kind
 from peers.link import Link
 from peers.traffic import Direction, Traffic
@@ -178,6 +179,12 @@ class Metrics:
             "Time in which the plan in force named a prior that was not here, in seconds",
             registry=registry,
         )
+        self.prior_share = Gauge(
+            "swarm_peer_prior_traffic_share",
+            "Bytes of priors fetched over bytes of FORWARD and GRADIENT frames received",
+            registry=registry,
+        )
+        self.corrector = CorrectorMetrics(registry)
         self.host_restarts = Counter(
             "swarm_peer_host_restarts",
             "Deaths of the libp2p daemon, each followed by a restart",

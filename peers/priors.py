@@ -28,6 +28,7 @@ from dht.records import MAX_PRIOR_BYTES, PRIOR_NAME_CHARACTERS, PeerRecord
 from peers.compute import Correct
 from peers.corrections import Corrections
 from peers.fileserver import FileServer
+from peers.frames import Kind
 from peers.planning import PriorRef, prior_refs
 from peers.prior_parts import PriorPart, parts_of
 from peers.prior_shelf import Offer, PriorShelf
@@ -177,6 +178,16 @@ class Priors:
         since = self._lacking_since
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
+    @property
+    def _traffic_share(self) -> float:
+        """Bytes of priors fetched over bytes of FORWARD and GRADIENT frames received; 0 before the first."""
+        work = sum(
+            count
+            for (direction, kind, _), count in self._traffic.bytes.items()
+            if direction == "down" and kind in (Kind.FORWARD, Kind.GRADIENT)
+        )
+        return round(self.bytes_fetched / work, 6) if work else 0.0
+
     def status(self) -> dict[str, Any]:
         """Figures for /status: the prior in force at each boundary, and that of the corrector: how often it has
         changed, the beginning of its hash, and the version of the weights behind it.
@@ -196,6 +207,7 @@ class Priors:
             "counters": dict(self.counters),
             "offers": dict(self.shelf.counters),
             "bytes": self.bytes_fetched,
+            "traffic_share": self._traffic_share,
             "waited_s": round(self.waited_s, 3),
         }
 

@@ -64,6 +64,8 @@ def status_line(status: Mapping[str, Any]) -> str:
         parts.append(f"stage {status['stage']}")
     if (anchor := status.get("anchor")) is not None:
         parts.append(f"anchor  {anchor['passes']} passes, priors of version {anchor['version'] or '-'}")
+        if anchor.get("coded_cosine") is not None:
+            parts.append(f"coded gradient's cosine {anchor['coded_cosine']:.3f}")
     is_seed = status.get("role") in ("seed", "anchor")  # neither has a step, nor a link to any peer
     if status.get("total_steps") is not None and not is_seed:
         parts.append(f"step {_number(status.get('step'), '{}')}/{status['total_steps']}")
@@ -71,6 +73,9 @@ def status_line(status: Mapping[str, Any]) -> str:
         parts.append(f"loss {_number(status['loss'], '{:.4f}')}")
     if status.get("stage") is not None:
         parts.append(f"{_number(status.get('tokens_per_s'))} tokens/s")
+    corrector = (status.get("priors") or {}).get("corrector") or {}
+    if corrector.get("cosine") is not None:
+        parts.append(f"corrected to cosine {corrector['cosine']:.3f} (eta {corrector['eta']:.3f})")
     up = _number(status.get("upload_mbps"), "{:.1f}")
     down = _number(status.get("download_mbps"), "{:.1f}")
     parts.append(f"up {up} down {down} Mbit/s")

@@ -123,6 +123,8 @@ class StatusBoard:
         metrics.microbatch("replayed", int(self._grown("replayed", status["microbatches_replayed"])))
         metrics.microbatch("lost", int(self._grown("lost", status["microbatches_lost"])))
         metrics.microbatch("duplicate", int(self._grown("duplicate", status["microbatches_duplicate"])))
+        if status["anchor"] is not None:
+            metrics.corrector.take_anchor(status["anchor"])
         if trainer is None:
             return
         if trainer.progress.gradient_norm is not None:
@@ -141,7 +143,12 @@ class StatusBoard:
             self._compression(metrics, trainer.worker.codec_bytes, self._manifest.model.hidden_size)
 
     def _prior_metrics(self, metrics: Metrics, priors: dict[str, Any], step: int) -> None:
+        if priors["corrector"] is not None:
+            metrics.corrector.take(priors["corrector"], priors["in_force"]["corrector"]["version"], step)
+        metrics.prior_share.set(priors["traffic_share"])
         for boundary, ref in priors["in_force"].items():
+            if boundary == "corrector":
+                continue
             metrics.prior_version.labels(boundary).set(ref["version"])
             if ref["step"] is not None:
                 metrics.prior_age.labels(boundary).set(max(0, step - ref["step"]))

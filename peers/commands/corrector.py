@@ -77,7 +77,7 @@ def corrector_notes(manifest: RunManifest) -> list[str]:
     if not manifest.anchors.peers:
         notes.append(
             f"warning: corrector {config.name} needs the priors of an anchor, and this run names none: gradients stay "
-            f"as they are until it has one"
+            f"as they are until you grant one (`swarm-peer init RUN_DIR --grant-anchor PEER_ID`)"
         )
     first = min((*manifest.early_snapshots, manifest.snapshot_every))
     if config.max_staleness < first:

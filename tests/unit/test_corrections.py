@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from peers.anchor_figures import AnchorFigures
 from peers.commands.corrector import corrector_config
 from peers.commands.init import RunOptions
 from peers.compute import take_step
 from peers.config import UserError
 from peers.corrections import Corrections
+from peers.corrector_metrics import CorrectorMetrics
+from peers.reporting import status_line
 from swarm.anchor.config import AdditiveConfig, NoCorrectorConfig, OneSidedConfig, SpectralConfig
 from swarm.anchor.factor import Factors, exact_factors
 from swarm.anchor.memory import target_matrices
@@ -169,3 +174,38 @@ def test_senseless_options_are_refused(options: dict[str, Any], message: str) ->
     with pytest.raises(UserError) as caught:
         corrector_config(RunOptions(**options))
     assert message in str(caught.value)
+
+
+def test_metrics_follow_the_figures(compute: Any, tmp_path: Path) -> None:
+    corrections = held(compute, tmp_path)
+    registry = CollectorRegistry()
+    metrics = CorrectorMetrics(registry)
+    metrics.take(corrections.status(), 0, 3)
+    assert registry.get_sample_value("swarm_peer_corrector_matrices_total", {"outcome": "stale"}) == 0
+    average = torch.randn(compute.trainable.numel)
+    for step in (3, 13):
+        take_step(compute, average, step, None, corrections.of(SHA))
+        metrics.take(corrections.status(), 1, step + 1)
+    matrices = len(factors_of(compute))
+    for outcome, count in (("corrected", matrices), ("stale", matrices), ("no_basis", 0)):
+        found = registry.get_sample_value("swarm_peer_corrector_matrices_total", {"outcome": outcome})
+        assert found == count
+    assert registry.get_sample_value("swarm_peer_corrector_prior_age_steps") == 12
+    assert registry.get_sample_value("swarm_peer_corrector_weight") == 0.0
+    lowest, highest = (
+        registry.get_sample_value("swarm_peer_corrector_singular_value", {"quantile": q}) for q in ("0", "1")
+    )
+    assert lowest is not None and highest is not None and 0 < lowest < highest
+    metrics.take_anchor(dataclasses.asdict(AnchorFigures(coded_cosine=0.5, forward_errors=(0.1, 0.2))))
+    second = {"boundary": "1", "direction": "forward"}
+    assert registry.get_sample_value("swarm_peer_anchor_codec_error", second) == 0.2
+
+
+def test_status_line_tells_what_the_corrector_does() -> None:
+    status = {"state": "online", "stage": 1, "priors": {"corrector": {"cosine": 0.98765, "eta": 0.1}}}
+    assert "corrected to cosine 0.988 (eta 0.100)" in status_line(status)
+    assert "corrected" not in status_line({**status, "priors": {"corrector": {"counters": {}}}})
+    anchor = {**dataclasses.asdict(AnchorFigures()), "coded_cosine": 0.75}
+    assert "coded gradient's cosine 0.750" in status_line(
+        {"state": "online", "role": "anchor", "anchor": anchor}
+    )
