@@ -84,7 +84,7 @@ def run_swarm(swarm: Swarm, arguments: argparse.Namespace, key: Path) -> dict[st
         for message in swarm.members[name].messages:
             status = message.get("status") or {}
             for boundary, ref in ((status.get("priors") or {}).get("in_force") or {}).items():
-                if ref["step"] is not None:
+                if boundary.isdigit() and ref["step"] is not None:
                     seen = in_force.setdefault(int(boundary), {})
                     seen[ref["step"]] = min(seen.get(ref["step"], 10**9), status["step"])
     files = [
