@@ -79,6 +79,7 @@ class ReferenceTrainer:
         self.codecs = list(codecs)
         self.corrector = corrector
         self.gradients: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
         self._config = optimizer
         self._total_steps = total_steps
         self._dtype = compute_dtype
@@ -113,14 +114,25 @@ class ReferenceTrainer:
         A step without loss tokens changes nothing and returns 0. Raises ValueError, leaving the weights as
         they were, for a gradient that is not finite.
         """
+        loss = self.accumulate(batches, step)
+        if any(batch.loss_tokens for batch in batches):
+            if self.corrector is not None:
+                self.corrector(self.gradients, step)
+            self._apply(step)
+        return loss
+
+    def accumulate(self, batches: Sequence[Batch], step: int | None) -> float:
+        """Set `gradients` to those of the mean token loss (fp32, by name); the weights stay as they are.
+
+        step: whose codec keys apply; None leaves the boundaries uncoded, as an anchor's passes do. Returns the mean
+        token loss. Without loss tokens it is 0, and so are the gradients.
+        """
         loss_tokens = sum(batch.loss_tokens for batch in batches)
-        self.gradients = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        if loss_tokens == 0:
-            return 0.0
-        divisor = self._reference_loss_tokens or loss_tokens
+        self._sums = {}
         total = 0.0
-        for batch in batches:
-            self._key = CodecKey.of(batch, step)
+        divisor = self._reference_loss_tokens or max(1, loss_tokens)
+        for batch in batches if loss_tokens else ():
+            self._key = None if step is None else CodecKey.of(batch, step)
             try:
                 loss = self._loss_sum(batch)
                 if loss.requires_grad:
@@ -128,12 +140,28 @@ class ReferenceTrainer:
             finally:
                 self._key = None
             total += float(loss.detach())
-        for gradient in self.gradients.values():
-            gradient.mul_(divisor / loss_tokens)
-        if self.corrector is not None:
-            self.corrector(self.gradients, step)
-        self._apply(step)
-        return total / loss_tokens
+        sums, self._sums = self._sums, {}
+        self.gradients = {
+            name: sums[name] if name in sums else torch.zeros_like(master)
+            for name, master in self.masters.items()
+        }
+        if loss_tokens and divisor != loss_tokens:
+            for gradient in self.gradients.values():
+                gradient.mul_(divisor / loss_tokens)
+        return total / max(1, loss_tokens)
+
+    def state(self) -> dict[str, Any]:
+        """Master weights and the optimizer's state, to go on from later; tensors are shared, not copied."""
+        return {"masters": dict(self.masters), "optimizer": self._optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned. Raises KeyError or ValueError for another model's or optimizer's."""
+        for name, master in self.masters.items():
+            master.copy_(state["masters"][name])
+            if self._parameters[name].data_ptr() != master.data_ptr():
+                self._parameters[name].copy_(master)
+        self._optimizer.load_state_dict(state["optimizer"])
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -188,7 +216,10 @@ class ReferenceTrainer:
 
         def accumulate(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.gradients[name].add_(parameter.grad)
+            if name in self._sums:
+                self._sums[name].add_(parameter.grad)
+            else:
+                self._sums[name] = parameter.grad.float()
             parameter.grad = None
 
         return accumulate

@@ -1,0 +1,122 @@
+"""Command line of the quality benchmark.
+
+    python -m benchmarks.quality --list                      # rows, what they are, which are done
+    python -m benchmarks.quality --group quick               # minutes
+    python -m benchmarks.quality --group main --threads 1    # start it twice: the two share the rows
+    python -m benchmarks.quality --group all --tuned         # at the tuned learning rates
+    python -m benchmarks.quality report                      # docs/quality.md and its plots
+
+Finished rows are lines of the journal and are not run again; an interrupted row goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+JOURNAL = HERE.parent / "results" / "quality.jsonl"
+CACHE = Path("~/.cache/swarm-peer/quality")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    from benchmarks.quality.rows import GROUPS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="groups:\n" + "\n".join(f"  {name:10} {group.says}" for name, group in GROUPS.items()),
+    )
+    parser.add_argument("action", nargs="?", choices=("run", "report"), default="run")
+    parser.add_argument("--group", choices=(*GROUPS, "all"), nargs="+", default=["main"])
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="only rows of these names")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[], help="instead of the group's seeds")
+    parser.add_argument("--steps", type=int, help="instead of the group's steps")
+    parser.add_argument(
+        "--domains", nargs="+", default=[], help="instead of the group's: names, or folders of texts"
+    )
+    parser.add_argument("--tuned", action="store_true", help="learning rates that --group tune found best")
+    parser.add_argument(
+        "--compute", choices=("fp32", "bf16"), default="fp32", help="number format of the stages"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of this process")
+    parser.add_argument("--list", action="store_true", help="show the rows and run nothing")
+    parser.add_argument("--redo", action="store_true", help="run finished rows again")
+    parser.add_argument("--journal", type=Path, default=JOURNAL, help="finished rows, JSON Lines")
+    parser.add_argument(
+        "--scratch", type=Path, default=CACHE / "scratch", help="checkpoints of interrupted rows"
+    )
+    parser.add_argument("--data-cache", type=Path, default=CACHE, help="texts, packed rows and models")
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs"), help="report: folder of quality.md and img/"
+    )
+    options = parser.parse_args(arguments)
+    options.group = list(GROUPS) if "all" in options.group else options.group
+    for name in ("journal", "scratch", "data_cache", "output"):
+        setattr(options, name, getattr(options, name).expanduser())
+    if options.threads < 1 or (options.steps is not None and options.steps < 1):
+        parser.error("--threads and --steps must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run or report; returns the exit status."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    # Before torch is imported, or its pools keep the machine's number.
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    from rich.console import Console
+
+    from benchmarks.quality.journal import Journal
+    from benchmarks.quality.rows import entries
+    from benchmarks.quality.tuning import learning_rates
+
+    console = Console(highlight=False, soft_wrap=True)
+    journal = Journal(options.journal)
+    try:
+        rates = learning_rates(journal.records(), is_tuned=options.tuned)
+    except ValueError as error:
+        console.print(f"error: {error}", markup=False)
+        return 2
+    if options.action == "report":
+        from benchmarks.quality.report import write_report
+
+        write_report(journal, rates, options.output, console)
+        return 0
+    found = list(
+        entries(
+            tuple(options.group),
+            rates,
+            only=tuple(options.only),
+            seeds=tuple(options.seeds),
+            steps=options.steps,
+            domains=tuple(options.domains),
+            compute=options.compute,
+        )
+    )
+    if not found:
+        console.print("error: no row of that name in these groups; see --list", markup=False)
+        return 2
+    from benchmarks.quality.runner import print_list, print_table, run_entries
+
+    if options.list:
+        print_list(found, journal, console)
+        return 0
+    began = time.monotonic()
+    try:
+        run_entries(found, journal, options, console)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted: the same command goes on where this one stopped", markup=False)
+        return 130
+    print_table(found, journal, console)
+    console.print(f"{(time.monotonic() - began) / 60:.1f} minutes", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""The quality benchmark in its smallest form: a tiny model, a handful of steps, everything else as in the large."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.quality.__main__ import parse
+from benchmarks.quality.config import AnchorPlan, RowConfig
+from benchmarks.quality.journal import Journal, claim
+from benchmarks.quality.prepare import prepare, restrict_vocabulary_
+from benchmarks.quality.rows import DENSE, GROUPS, SWEEPS, Entry, Row, entries, entry
+from benchmarks.quality.runner import run_entries, share_recovered
+from benchmarks.quality.simulate import simulate
+from benchmarks.quality.tuning import DEFAULT_RATE, learning_rates
+from swarm.data.order import samples_from_far_end, samples_of_step
+from tests.kit.tiny import write_model, write_texts
+
+RATES = {"dense": 3e-4, "mask": 3e-4, "basis": 3e-4}
+BASIS = {"name": "basis", "mask_ratio": 80, "calibration_microbatches": 8, "token_classes": 2}
+PLAN = AnchorPlan(microbatches=2, snapshot_every=3, early_snapshots=(1,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, a model, and a cache that all tests share."""
+    path = tmp_path_factory.mktemp("quality")
+    texts = write_texts(path / "texts")
+    write_model(path / "model", texts)
+    return path
+
+
+def tiny(folder: Path, **changes: Any) -> RowConfig:
+    settings: dict[str, Any] = {
+        "domain": str(folder / "texts"),
+        "model": str(folder / "model"),
+        "seed": 0,
+        "steps": 6,
+        "codec": {"name": "dense"},
+        "cuts": (2, 4),
+        "max_tokens": 20_000,
+        "sequence_length": 32,
+        "samples_per_step": 4,
+        "rows_per_microbatch": 2,
+        "eval_rows": 4,
+        "eval_every": 2,
+        "learning_rate": 2e-3,
+        "warmup_steps": 1,
+    }
+    return RowConfig(**{**settings, **changes})
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+def test_priors_are_in_force_one_interval_after_their_snapshot() -> None:
+    plan = AnchorPlan(snapshot_every=20, early_snapshots=(5, 10))
+    assert plan.passes(80) == {5: 10, 10: 20, 20: 40, 40: 60}
+    assert AnchorPlan(snapshot_every=20, early_snapshots=(5,), lateness=2).passes(41) == {5: 7, 20: 22}
+    assert AnchorPlan(snapshot_every=50, early_snapshots=()).passes(80) == {}
+
+
+def test_configurations_have_one_spelling() -> None:
+    first = RowConfig(domain="python", seed=0, steps=4, codec={"name": "mask", "mask_ratio": 95})
+    again = RowConfig(
+        domain="python", seed=0, steps=4, codec={"mask_ratio": 95, "name": "mask"}, max_tokens=500_000
+    )
+    assert first.key == again.key
+    assert first.key != first.model_copy(update={"seed": 1}).key
+    assert RowConfig.model_validate(json.loads(first.canonical())) == first
+
+
+def test_every_declared_row_is_a_configuration_that_codecs_and_correctors_take() -> None:
+    found = list(entries(tuple(GROUPS), RATES))
+    assert len({each.config.key for each in found}) == len(found)
+    for each in found:
+        each.config.codec_config()
+        each.config.corrector_config()
+    for name, group in GROUPS.items():
+        names = [row.name for row in group.rows]
+        assert len(set(names)) == len(names), name
+    assert {row.name for row in SWEEPS} >= {"dense", "mask-99-spectral", "basis-99", "basis-95-bias"}
+
+
+def test_rows_take_their_familys_rate_and_their_gain_is_compared_at_equal_rates() -> None:
+    mask = entry("main", Row("m", "", "mask", {"name": "mask"}), "python", 0, 40, {**RATES, "mask": 1e-4})
+    assert (mask.config.learning_rate, mask.reference.learning_rate) == (1e-4, 3e-4)
+    shorter = entry("sweeps", next(row for row in SWEEPS if row.step_share == 0.1), "python", 0, 40, RATES)
+    assert (shorter.config.steps, shorter.reference.steps) == (4, 40)
+    tuned = next(each for each in entries(("tune",), RATES) if each.row.name == "basis-95-lr0.0006")
+    assert tuned.reference.learning_rate == 6e-4
+
+
+def test_tuned_rates_come_from_the_tune_group_or_are_refused() -> None:
+    records = {}
+    best = {"dense": 6e-4, "mask": 1.5e-4, "basis": 3e-4}
+    for each in entries(("tune",), RATES):
+        loss = 2.0 if each.config.learning_rate == best[each.row.family] else 3.0
+        records[each.config.key] = {"curve": [[0, 4.0], [40, loss]]}
+    assert learning_rates(records, is_tuned=True) == best
+    assert set(learning_rates({}, is_tuned=False).values()) == {DEFAULT_RATE}
+    with pytest.raises(ValueError, match="--group tune"):
+        learning_rates({}, is_tuned=True)
+
+
+def test_the_small_vocabulary_changes_no_logit_of_its_tokens(folder: Path) -> None:
+    from swarm.model.source import load_pretrained
+
+    model, _ = load_pretrained(folder / "model")
+    ids = torch.tensor([[7, 30, 31, 200, 7]])
+    kept = torch.tensor([0, 7, 30, 31, 100, 200])
+    with torch.no_grad():
+        whole = model(ids).logits[..., kept]
+        restrict_vocabulary_(model, kept)
+        torch.testing.assert_close(model(torch.searchsorted(kept, ids)).logits, whole)
+    assert model.config.vocab_size == 6
+
+
+def test_training_and_anchors_take_the_samples_that_the_swarm_takes(folder: Path) -> None:
+    config = tiny(folder)
+    ready = prepare(config, folder / "cache")
+    taken = torch.cat([batch.sample_ids for batch in ready.step_batches(config, 3)])
+    assert taken.tolist() == samples_of_step(0, len(ready.train), 4, 3)
+    far = torch.cat([batch.sample_ids for batch in ready.far_batches(config, 2, 3)])
+    assert far.tolist() == samples_from_far_end(0, len(ready.train), 4, skip=6)
+
+
+@pytest.mark.parametrize(
+    ("codec", "corrector", "plan"),
+    [
+        ({"name": "dense"}, {"name": "none"}, None),
+        (BASIS, {"name": "none"}, PLAN),
+        ({**BASIS, "prediction": "context"}, {"name": "bias", "rank": 4, "alpha": 0.5}, PLAN),
+        ({"name": "mask", "mask_ratio": 75}, {"name": "spectral", "rank": 4}, PLAN),
+    ],
+)
+def test_an_interrupted_row_ends_as_if_it_had_not_been(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: dict[str, Any],
+    corrector: dict[str, Any],
+    plan: AnchorPlan | None,
+) -> None:
+    monkeypatch.setattr("benchmarks.quality.simulate.CHECKPOINT_EVERY", 2)
+    config = tiny(folder, codec=codec, corrector=corrector, anchors=plan)
+    ready = prepare(config, folder / "cache")
+    whole = simulate(config, ready, tmp_path / "whole", ignore)
+
+    def interrupt(step: int, _steps: int, _what: str) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(config, ready, tmp_path / "parts", interrupt)
+    resumed = simulate(config, ready, tmp_path / "parts", ignore)
+    assert resumed.curve == whole.curve
+    assert resumed.train_loss == whole.train_loss
+    assert resumed.wire == whole.wire
+    assert sorted(whole.curve) == [0, 2, 4, 6]
+    assert whole.curve[6] < whole.curve[0]
+    assert not list((tmp_path / "parts").glob("*.checkpoint"))
+
+
+def test_bytes_are_those_of_the_payloads(folder: Path, tmp_path: Path) -> None:
+    dense = tiny(folder, steps=2)
+    ready = prepare(dense, folder / "cache")
+    wire = simulate(dense, ready, tmp_path, ignore).wire
+    tokens = 2 * 4 * 32 * 2  # steps, samples, length, boundaries
+    assert wire.forward == wire.gradient == tokens * 2 * 64
+    assert wire.ids == tokens * 2 + tokens // 32 * 2 * 4
+    assert (wire.priors, wire.initial_priors) == (0, 0)
+
+    coded = tiny(folder, steps=4, codec=BASIS, anchors=PLAN)
+    found = simulate(coded, ready, tmp_path, ignore).wire
+    assert found.forward < 0.4 * 2 * wire.forward
+    assert 0 < found.priors < 2 * found.initial_priors  # one pass is worth it: version 1, in force at 3
+
+    mixed = simulate(tiny(folder, steps=4, codec=BASIS, dense_every=2), ready, tmp_path, ignore).wire
+    assert found.forward < mixed.forward < 2 * wire.forward
+
+
+def run_tiny(found: list[Entry], journal: Journal, scratch: Path, folder: Path, *more: str) -> str:
+    options = parse(
+        [
+            "--scratch",
+            str(scratch),
+            "--data-cache",
+            str(folder / "cache"),
+            "--journal",
+            str(journal.path),
+            *more,
+        ]
+    )
+    console = Console(width=200, force_terminal=False, record=True, quiet=True)
+    with console.capture():
+        run_entries(found, journal, options, console)
+    return console.export_text()
+
+
+def test_finished_rows_are_not_run_again_and_claimed_ones_are_left_alone(
+    folder: Path, tmp_path: Path
+) -> None:
+    journal, scratch = Journal(tmp_path / "results" / "journal.jsonl"), tmp_path / "scratch"
+    found = [
+        Entry("main", DENSE, tiny(folder, steps=2, seed=seed), tiny(folder, steps=2, seed=seed))
+        for seed in (0, 1)
+    ]
+    with claim(scratch, found[1].config.key) as is_ours:
+        assert is_ours
+        run_tiny(found, journal, scratch, folder)
+    assert set(journal.records()) == {found[0].config.key}
+    run_tiny(found, journal, scratch, folder)
+    lines = journal.path.read_text().splitlines()
+    assert [json.loads(line)["key"] for line in lines] == [each.config.key for each in found]
+    record = json.loads(lines[0])
+    assert RowConfig.model_validate(record["config"]) == found[0].config
+    assert share_recovered(record, record) == 1.0
+    run_tiny(found[:1], journal, scratch, folder, "--redo")
+    assert len(journal.path.read_text().splitlines()) == 3
+
+
+def test_a_broken_journal_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"key": "a"}\n{"key": \n')
+    with pytest.raises(ValueError, match="line 2"):
+        Journal(path).records()
