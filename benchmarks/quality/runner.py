@@ -129,18 +129,18 @@ def run_entries(
     torch.set_num_threads(options.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    finished = set() if options.redo else set(journal.records())
-    todo = [each for each in found if each.config.key not in finished]
+    before = journal.records()
+    todo = [each for each in found if options.redo or each.config.key not in before]
     console.print(f"{len(found)} rows, {len(found) - len(todo)} of them done", markup=False)
     line = ProgressLine(console, sum(each.config.steps for each in todo))
     prepared: dict[tuple[Any, ...], Prepared] = {}
     done_steps = 0
-    began = datetime.now(UTC).isoformat(timespec="seconds")
     for each in todo:
         config = each.config
         with claim(options.scratch, config.key) as is_ours:
+            # Another process may have finished it since.
             record = journal.records().get(config.key)
-            is_done = record is not None and (not options.redo or record["finished"] >= began)
+            is_done = record is not None and record != before.get(config.key)
             if is_ours and not is_done:
                 line.begin(
                     f"{each.row.name}, {config.domain}, seed {config.seed}, lr {config.learning_rate:g}",
