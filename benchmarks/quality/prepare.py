@@ -143,6 +143,10 @@ def _make(config: RowConfig, cache: Path, folder: Path) -> None:
     for part in ("train", "heldout"):
         arrays[part] = torch.searchsorted(kept, arrays[part]).to(torch.int32).contiguous()
     restrict_vocabulary_(model, kept)
+    # The weights are plain, whatever they were read from: a model that calls itself quantized is not written.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     model.save_pretrained(folder / "model")
     save_file(arrays, folder / "rows.safetensors")
     shutil.rmtree(folder / "packed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from rich.console import Console
 from benchmarks.quality.__main__ import parse
 from benchmarks.quality.config import AnchorPlan, RowConfig
 from benchmarks.quality.journal import Journal, claim
+from benchmarks.quality.prediction import bytes_per_stage, step_seconds
 from benchmarks.quality.prepare import prepare, restrict_vocabulary_
+from benchmarks.quality.report import BEGIN, END, write_report
 from benchmarks.quality.rows import DENSE, GROUPS, SWEEPS, Entry, Row, entries, entry
-from benchmarks.quality.runner import run_entries, share_recovered
-from benchmarks.quality.simulate import simulate
+from benchmarks.quality.runner import record_of, run_entries, share_recovered
+from benchmarks.quality.simulate import Course, Seconds, simulate
 from benchmarks.quality.tuning import DEFAULT_RATE, learning_rates
+from benchmarks.quality.wire import WireBytes
 from swarm.data.order import samples_from_far_end, samples_of_step
 from tests.kit.tiny import write_model, write_texts
 
@@ -231,3 +235,41 @@ def test_a_broken_journal_is_refused_with_its_line(tmp_path: Path) -> None:
     path.write_text('{"key": "a"}\n{"key": \n')
     with pytest.raises(ValueError, match="line 2"):
         Journal(path).records()
+
+
+def test_a_step_takes_the_longer_of_compute_and_transfer() -> None:
+    assert step_seconds(0.05, 25_000) == 0.05
+    assert step_seconds(0.05, 25e6 / 8) == pytest.approx(0.125)
+    record = {"bytes": {"forward": 30, "gradient": 24, "ids": 3, "priors": 3, "initial_priors": 99}}
+    assert bytes_per_stage(record, boundaries=3, steps=2) == 10
+
+
+def test_the_report_replaces_its_figures_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    for each in entries(("main",), RATES, seeds=(0, 1), steps=20, only=("dense", "basis-90")):
+        is_dense = each.row.name == "dense"
+        sent = 1000 if is_dense else 100
+        course = Course(
+            curve={0: 4.0, 20: 2.0 if is_dense else 2.5},
+            wire=WireBytes(forward=sent, gradient=sent, ids=10, priors=7),
+            wire_curve={0: 0, 20: 2 * sent},
+            seconds=Seconds(steps_cpu=20.0),
+        )
+        journal.append(record_of(each, course, threads=1, rows={}))
+    group = replace(GROUPS["main"], steps=20)
+    monkeypatch.setitem(GROUPS, "main", group)
+    page = tmp_path / "docs" / "quality.md"
+    page.parent.mkdir()
+    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
+    for _ in range(2):
+        write_report(journal, RATES, page.parent, Console(quiet=True))
+    text = page.read_text()
+    assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
+    [line] = [each for each in text.splitlines() if each.startswith("| `basis-90`")]
+    assert "2.500 / 2.500 | 75.0% / 75.0% | 75.0% | 0.0 | 10.0%" in line
+    assert "Loss before training: manpages-de 4.000" in text
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="needs one line"):
+        write_report(journal, RATES, page.parent, Console(quiet=True))
