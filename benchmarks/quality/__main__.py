@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 JOURNAL = HERE.parent / "results" / "quality.jsonl"
@@ -45,6 +46,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--compute", choices=("fp32", "bf16"), default="fp32", help="number format of the stages"
     )
+    parser.add_argument(
+        "--codec",
+        nargs="+",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="options of codec basis, for all its rows",
+    )
+    parser.add_argument(
+        "--anchors",
+        nargs="+",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="snapshot_every=10 early_snapshots=[2,4,8]",
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads of this process")
     parser.add_argument("--list", action="store_true", help="show the rows and run nothing")
     parser.add_argument("--redo", action="store_true", help="run finished rows again")
@@ -57,12 +72,33 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--output", type=Path, default=Path("docs"), help="report: folder of quality.md and img/"
     )
     options = parser.parse_args(arguments)
+    for name in ("codec", "anchors"):
+        try:
+            setattr(options, name, _options(getattr(options, name)))
+        except ValueError as error:
+            parser.error(f"--{name}: {error}")
     options.group = list(GROUPS) if "all" in options.group else options.group
     for name in ("journal", "scratch", "data_cache", "output"):
         setattr(options, name, getattr(options, name).expanduser())
     if options.threads < 1 or (options.steps is not None and options.steps < 1):
         parser.error("--threads and --steps must be at least 1")
     return options
+
+
+def _options(texts: Sequence[str]) -> dict[str, Any]:
+    """Options and their values, read as YAML. Raises ValueError."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"expected OPTION=VALUE, got {text!r}")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{text!r}: {error}") from error
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,17 +124,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         write_report(journal, rates, options.output, console)
         return 0
-    found = list(
-        entries(
-            tuple(options.group),
-            rates,
-            only=tuple(options.only),
-            seeds=tuple(options.seeds),
-            steps=options.steps,
-            domains=tuple(options.domains),
-            compute=options.compute,
+    try:
+        found = list(
+            entries(
+                tuple(options.group),
+                rates,
+                only=tuple(options.only),
+                seeds=tuple(options.seeds),
+                steps=options.steps,
+                domains=tuple(options.domains),
+                codec=options.codec,
+                anchors=options.anchors,
+                compute=options.compute,
+            )
         )
-    )
+        for each in found:  # before anything slow is done
+            each.config.codec_config()
+            each.config.corrector_config()
+    except ValueError as error:
+        console.print(f"error: {error}", markup=False)
+        return 2
     if not found:
         console.print("error: no row of that name in these groups; see --list", markup=False)
         return 2

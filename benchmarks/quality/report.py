@@ -16,7 +16,7 @@ from benchmarks.quality.prediction import (
     measured_stage_s,
     step_seconds,
 )
-from benchmarks.quality.rows import GROUPS, Entry, Family, entries
+from benchmarks.quality.rows import DENSE, GROUPS, Entry, Family, Row, entries
 from benchmarks.quality.runner import payload_bytes_of, share_recovered
 
 if TYPE_CHECKING:
@@ -68,6 +68,34 @@ def lines_of(
         line.records.append(record)
         line.dense.append(records.get(each.reference.key))
     return list(found.values())
+
+
+def other_lines(
+    records: Mapping[str, Mapping[str, Any]], rates: Mapping[Family, float], known: set[str]
+) -> list[Line]:
+    """Finished rows that no group declares: other steps, seeds or options. known: keys of those that are declared."""
+    found: dict[str, Line] = {}
+    for key, record in records.items():
+        if key in known:
+            continue
+        config = RowConfig.model_validate(record["config"])
+        dense = config.model_copy(
+            update={
+                "codec": dict(DENSE.codec),
+                "corrector": dict(DENSE.corrector),
+                "anchors": None,
+                "dense_every": 0,
+                "learning_rate": rates["dense"],
+            }
+        )
+        row = Row(record["row"], record["says"], "dense", config.codec)
+        place = config.model_copy(update={"seed": 0}).canonical()
+        line = found.setdefault(place, Line(row.name, row.says, config.domain, [], [], [], []))
+        line.seeds.append(config.seed)
+        line.entries.append(Entry("other", row, config, dense))
+        line.records.append(record)
+        line.dense.append(records.get(dense.key))
+    return sorted(found.values(), key=lambda line: (line.domain, line.config.steps, line.name))
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -122,22 +150,31 @@ def figures(
 ) -> str:
     """All that is generated: a section for each group that has finished rows."""
     parts: list[str] = []
+    known: set[str] = set()
     for name, group in GROUPS.items():
-        lines = lines_of(name, records, rates)
-        if not lines:
-            continue
-        base = [f"{line.domain} {line.records[0]['curve'][0][1]:.3f}" for line in lines]
-        parts.append(f"### Group `{name}`: {group.says}\n")
-        parts.append(f"Loss before training: {', '.join(dict.fromkeys(base))}.\n")
-        parts.append(table(lines) + "\n")
-        parts += [f"- `{line.name}`: {line.says}{_correction(line)}" for line in lines]
-        parts.append("")
-        parts += [f"![{plot}](img/{plot})\n" for plot in plots if plot.startswith(f"quality-{name}-")]
+        known |= {each.config.key for each in entries((name,), rates)}
+        parts += _section(f"Group `{name}`: {group.says}", lines_of(name, records, rates), name, plots)
+    parts += _section("Other rows", other_lines(records, rates, known), "other", plots)
     if not parts:
         parts.append("No row is finished yet.\n")
     commits = sorted({str(record["versions"]["commit"]) for record in records.values()})
     parts.append(f"Journal: {len(records)} finished rows, of {', '.join(commits) or 'no commit'}.")
     return "\n".join(parts)
+
+
+def _section(title: str, lines: Sequence[Line], name: str, plots: Sequence[str]) -> list[str]:
+    """Title, table, what the rows are, and plots; nothing without lines."""
+    if not lines:
+        return []
+    base = [f"{line.domain} {line.records[0]['curve'][0][1]:.3f}" for line in lines]
+    return [
+        f"### {title}\n",
+        f"Loss before training: {', '.join(dict.fromkeys(base))}.\n",
+        table(lines) + "\n",
+        *(f"- `{line.name}`: {line.says}{_correction(line)}" for line in lines),
+        "",
+        *(f"![{plot}](img/{plot})\n" for plot in plots if plot.startswith(f"quality-{name}-")),
+    ]
 
 
 def _correction(line: Line) -> str:

@@ -302,6 +302,26 @@ def entry(
     return Entry(group, row, config_of(row), config_of(dense))
 
 
+def changed(row: Row, codec: Mapping[str, Any], anchors: Mapping[str, Any]) -> Row:
+    """A row with `basis` and anchors' plan changed, named after what differs; others as they are.
+
+    Raises ValidationError for a plan with such a field.
+    """
+    has_plan = row.anchors is not None
+    changes = {**(codec if row.family == "basis" else {}), **(anchors if has_plan else {})}
+    if not changes:
+        return row
+    plan = AnchorPlan.model_validate({**row.anchors.model_dump(), **anchors}) if row.anchors else None
+    shown = ",".join(f"{name}={str(value).replace(' ', '')}" for name, value in changes.items())
+    return replace(
+        row,
+        name=f"{row.name}+{shown}",
+        says=f"{row.says}; {shown}",
+        codec={**row.codec, **codec} if row.family == "basis" else row.codec,
+        anchors=plan,
+    )
+
+
 def entries(
     groups: tuple[str, ...],
     rates: Mapping[Family, float],
@@ -310,20 +330,24 @@ def entries(
     seeds: tuple[int, ...] = (),
     steps: int | None = None,
     domains: tuple[str, ...] = (),
+    codec: Mapping[str, Any] | None = None,
+    anchors: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Iterator[Entry]:
     """The runs of these groups, seed by seed, each configuration once. The options replace the groups' own.
 
-    only: names of rows; the others are left out. fields: of RowConfig, for all rows.
+    only: names of rows; the others are left out. codec: options of `basis`, for all rows that have it; anchors: of
+    their plan. fields: of RowConfig, for all rows.
     """
     seen: set[str] = set()
     for name in groups:
         group = GROUPS[name]
         for domain in domains or group.domains:
             for seed in seeds or group.seeds:
-                for row in group.rows:
-                    if only and row.name not in only:
+                for declared in group.rows:
+                    if only and declared.name not in only:
                         continue
+                    row = changed(declared, codec or {}, anchors or {})
                     found = entry(name, row, domain, seed, steps or group.steps, rates, **fields)
                     if found.config.key not in seen:
                         seen.add(found.config.key)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.quality.__main__ import parse
+from benchmarks.quality.__main__ import main, parse
 from benchmarks.quality.config import AnchorPlan, RowConfig
 from benchmarks.quality.journal import Journal, claim
 from benchmarks.quality.prediction import bytes_per_stage, step_seconds
@@ -230,6 +230,47 @@ def test_finished_rows_are_not_run_again_and_claimed_ones_are_left_alone(
     assert len(journal.path.read_text().splitlines()) == 3
 
 
+def test_options_change_the_rows_that_have_them() -> None:
+    options = parse(
+        ["--codec", "prediction=context", "token_classes=16", "--anchors", "early_snapshots=[2, 4]"]
+    )
+    found = {
+        each.row.name.partition("+")[0]: each.config
+        for each in entries(("main",), RATES, seeds=(0,), codec=options.codec, anchors=options.anchors)
+    }
+    plain = {each.row.name: each.config for each in entries(("main",), RATES, seeds=(0,))}
+    assert found["basis-90"].codec == {
+        **plain["basis-90"].codec,
+        "prediction": "context",
+        "token_classes": 16,
+    }
+    assert found["basis-90"].anchors == AnchorPlan(early_snapshots=(2, 4))
+    assert found["mask-95-spectral"].codec == plain["mask-95-spectral"].codec
+    assert (found["dense"].key, found["mask-95"].key) == (plain["dense"].key, plain["mask-95"].key)
+
+
+@pytest.mark.parametrize("arguments", (["--codec", "prediction"], ["--codec", "a={"], ["--threads", "0"]))
+def test_options_that_cannot_be_read_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+
+
+def test_options_that_no_codec_has_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    common = [
+        "--journal",
+        str(tmp_path / "j"),
+        "--scratch",
+        str(tmp_path / "s"),
+        "--data-cache",
+        str(tmp_path),
+    ]
+    assert main([*common, "--codec", "bits=3"]) == 2
+    assert main([*common, "--anchors", "every=3"]) == 2
+    assert main([*common, "--only", "no-such-row"]) == 2
+    assert main([*common, "--list"]) == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_broken_journal_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text('{"key": "a"}\n{"key": \n')
@@ -263,13 +304,30 @@ def test_the_report_replaces_its_figures_and_nothing_else(
     page = tmp_path / "docs" / "quality.md"
     page.parent.mkdir()
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
-    for _ in range(2):
-        write_report(journal, RATES, page.parent, Console(quiet=True))
+    write_report(journal, RATES, page.parent, Console(quiet=True))
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     [line] = [each for each in text.splitlines() if each.startswith("| `basis-90`")]
     assert "2.500 / 2.500 | 75.0% / 75.0% | 75.0% | 0.0 | 10.0%" in line
     assert "Loss before training: manpages-de 4.000" in text
+    assert "Other rows" not in text
+    [extra] = entries(
+        ("main",),
+        RATES,
+        seeds=(0,),
+        only=("basis-90",),
+        codec={"prediction": "context"},
+        anchors={"lateness": 2},
+    )
+    course = Course(curve={0: 4.0, 20: 2.2}, wire=WireBytes(forward=50, gradient=50))
+    journal.append(record_of(extra, course, threads=1, rows={}))
+    write_report(journal, RATES, page.parent, Console(quiet=True))
+    text, others = page.read_text().split("Other rows")
+    assert text.startswith(f"above\n{BEGIN}") and others.endswith("below\n")
+    assert (
+        "| `basis-90+prediction=context,lateness=2` | manpages-de | 0.0003 | 20 | 2.200 | 90.0% | 90.0% |"
+        in others
+    )
     page.write_text("no marks")
     with pytest.raises(ValueError, match="needs one line"):
         write_report(journal, RATES, page.parent, Console(quiet=True))
