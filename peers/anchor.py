@@ -37,6 +37,7 @@ from peers.prior_parts import PriorPart
 from peers.priors import prior_file_name, write_prior
 from peers.reporting import Reporter
 from peers.run_files import RunFiles, prior_name, stage_name
+from peers.sealed_prior import seal_prior
 from peers.status import StatusBoard
 from peers.torch_compute import WEIGHT
 from peers.traffic import Traffic
@@ -286,6 +287,7 @@ class AnchorPeer:
     async def _offer(self, version: int, part: PriorPart, data: bytes) -> None:
         """Keep a prior's file, serve it and say so; let go of what no plan can name any more."""
         run_id = self._manifest.run_id
+        data = seal_prior(data, run_id, self._identity)
         sha256, path = await asyncio.to_thread(write_prior, self._directory / "priors", part, data)
         name = prior_file_name(part, sha256)
         self._server.register(name, path, run_id)

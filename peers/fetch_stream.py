@@ -14,7 +14,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 
 from peers.fileserver import CHUNK_DEADLINE_FACTOR, HANDLER, NO_STAGE, Refused
-from peers.frames import Frame, FrameError, Kind, need, need_count
+from peers.frames import Frame, FrameError, Kind, Priority, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
 from peers.streams import PatientValve, read_frame, write_frame
 from peers.traffic import Traffic
@@ -63,13 +63,17 @@ class FetchStream:
         writer: asyncio.StreamWriter,
         idle_s: float,
         traffic: Traffic | None,
+        *,
+        is_urgent: bool = False,
     ) -> None:
         self._reader = cast("asyncio.StreamReader", _IdleReader(reader, idle_s))
         self._writer, self._idle_s = writer, idle_s
         traffic = traffic or Traffic()
         self._download = traffic.download
         self._requests = traffic.lane("up", NO_STAGE, is_bulk=False)
-        self._answers = PatientValve(traffic.lane("down", NO_STAGE, is_bulk=True))
+        answers = traffic.lane("down", NO_STAGE, is_bulk=True)
+        answers.priority = Priority.CONTROL if is_urgent else None
+        self._answers = PatientValve(answers)
 
     async def ask(self, want: str, run_id: str, **more: Any) -> None:
         """Send a request. Under a download cap the holder is asked to be no faster than this stream's part of it:
@@ -112,9 +116,12 @@ class FetchStream:
 
 @asynccontextmanager
 async def open_fetch_stream(
-    p2p: P2P, peer: str, idle_s: float, traffic: Traffic | None
+    p2p: P2P, peer: str, idle_s: float, traffic: Traffic | None, *, is_urgent: bool = False
 ) -> AsyncIterator[FetchStream]:
-    """Open a stream to a holder; whatever goes wrong on it is a HolderError with the cause."""
+    """Open a stream to a holder; whatever goes wrong on it is a HolderError with the cause.
+
+    is_urgent: what comes passes this peer's download cap before all other bulk.
+    """
     try:
         peer_id = PeerID.from_base58(peer)
     except ValueError as error:
@@ -125,7 +132,7 @@ async def open_fetch_stream(
         async with asyncio.timeout(LIMITS.dial_s):
             _, reader, writer = await p2p.call_binary_stream_handler(peer_id, HANDLER)
         stage = "transferring"
-        yield FetchStream(reader, writer, idle_s, traffic)
+        yield FetchStream(reader, writer, idle_s, traffic, is_urgent=is_urgent)
     except TimeoutError as error:
         raise HolderError(f"no answer while {stage}") from error
     except FrameError as error:

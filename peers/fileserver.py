@@ -7,7 +7,8 @@ at most 1 MiB, or one REFUSED frame with a reason (`Refused`) and a sentence for
     want "meta"   name          the file's `Artifact` as JSON          CHUNK index, nbytes, protocol, run
     want "chunks" name first count [pace]    1 MiB pieces first .. first+count-1, at so many bytes/s    CHUNK index
 
-Under an upload cap files leave at the lowest priority: training goes first, a tenth of the line is theirs.
+Under an upload cap files leave at the lowest priority: training goes first, a tenth of the line is theirs. Only what
+a peer cannot work without (the prior in force) goes before everything else.
 Only what was registered, or stands in a manifest that is held, has a name here: no name is ever turned into
 a path. Files are read in a thread; every wait has a deadline; streams and transfers are bounded.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,7 +28,7 @@ from typing import Any
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from peers.frames import Frame, FrameError, Kind, need, need_count
+from peers.frames import Frame, FrameError, Kind, Priority, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
 from peers.streams import PacedValve, PatientValve, read_frame, write_frame
 from peers.traffic import Traffic
@@ -81,12 +83,15 @@ class _RefusalError(Exception):
 
 @dataclass(slots=True)
 class _File:
-    """A file on offer. nbytes: what it must hold, if a manifest says so. artifact: its hashes, once known."""
+    """A file on offer. nbytes: what it must hold, if a manifest says so. artifact: its hashes, once known. is_urgent:
+    whether a peer waits for it.
+    """
 
     path: Path
     nbytes: int | None = None
     artifact: Artifact | None = None
     hashing: asyncio.Task[Artifact] | None = None
+    is_urgent: Callable[[str], bool] | None = None
 
 
 @dataclass(slots=True)
@@ -107,12 +112,17 @@ class _Stream:
 
 
 class _Answers:
-    """The way out of a stream: frames pass the peer's upload shaper at the lowest priority."""
+    """The way out of a stream: frames pass the peer's upload shaper at the lowest priority, unless `hurry` is set."""
 
     def __init__(self, writer: asyncio.StreamWriter, traffic: Traffic) -> None:
         self._writer = writer
-        self._paced = PacedValve(traffic.lane("up", NO_STAGE, is_bulk=True))
+        self._lane = traffic.lane("up", NO_STAGE, is_bulk=True)
+        self._paced = PacedValve(self._lane)
         self._valve = PatientValve(self._paced)
+
+    def hurry(self, is_urgent: bool) -> None:
+        """Answer before all other bulk from now on, or after it."""
+        self._lane.priority = Priority.CONTROL if is_urgent else None
 
     def pace(self, header: dict[str, Any]) -> None:
         """Answer no faster than a request wants it. Raises FrameError."""
@@ -164,12 +174,21 @@ class FileServer:
             run.files = {**earlier.files, **run.files}
         self._runs[manifest.run_id] = run
 
-    def register(self, name: str, path: Path, run_id: str | None = None) -> None:
+    def register(
+        self,
+        name: str,
+        path: Path,
+        run_id: str | None = None,
+        *,
+        is_urgent: Callable[[str], bool] | None = None,
+    ) -> None:
         """Serve a file that no manifest names (a snapshot) under this name; it must not change any more.
 
-        run_id: the run it belongs to; None is the only run held. Raises ValueError if that is ambiguous.
+        run_id: the run it belongs to; None is the only run held. is_urgent: asked with each request's peer id
+        (base58) whether that peer cannot work without the file; then it is sent before all other bulk.
+        Raises ValueError if the run is ambiguous.
         """
-        self._run(run_id).files[name] = _File(path)
+        self._run(run_id).files[name] = _File(path, is_urgent=is_urgent)
 
     def unregister(self, name: str, run_id: str | None = None) -> None:
         """Serve the file no longer; transfers under way go on. Harmless if it is not registered."""
@@ -219,7 +238,7 @@ class FileServer:
                 async with asyncio.timeout(LIMITS.fetch_idle_s):
                     frame, _ = await read_frame(reader, 0, valve=requests)
                 try:
-                    await self._answer(frame, answers)
+                    await self._answer(frame, answers, peer)
                 except _RefusalError as refusal:
                     await self._refuse(answers, refusal)
         except FrameError as error:
@@ -263,7 +282,7 @@ class FileServer:
     async def _refuse(self, answers: _Answers, refusal: _RefusalError) -> None:
         await answers.write(Frame(Kind.REFUSED, {"protocol": self._protocol, **refusal.header}))
 
-    async def _answer(self, frame: Frame, answers: _Answers) -> None:
+    async def _answer(self, frame: Frame, answers: _Answers, peer: str) -> None:
         """Answer one request. Raises _RefusalError, FrameError, or what the stream raises."""
         if frame.kind is not Kind.FETCH:
             raise FrameError("kind", f"a fetch was expected, got {frame.kind}")
@@ -280,6 +299,8 @@ class FileServer:
         file = run.files.get(name) if len(name) <= NAME_CHARACTERS else None
         if file is None:
             raise _RefusalError(Refused.UNKNOWN_NAME, f"no file {name[:NAME_CHARACTERS]!r} is served here")
+        is_urgent = file.is_urgent is not None and file.is_urgent(peer)
+        answers.hurry(is_urgent)
         if want == "meta":
             document = (await self._hashes(name, file)).model_dump_json().encode()
             await self._send_document(answers, run_id, document)
@@ -287,7 +308,8 @@ class FileServer:
             first = need_count(header, "first", LIMITS.artifact_bytes // ARTIFACT_CHUNK_BYTES)
             count = need_count(header, "count", CHUNKS_PER_REQUEST)
             answers.pace(header)
-            await self._send_chunks(answers, name, file, first, count)
+            most = TRANSFERS if is_urgent else self._most_transfers
+            await self._send_chunks(answers, name, file, first, count, most)
         else:
             raise FrameError("header", f"field 'want': {want[:40]!r} is none of manifest, meta, chunks")
 
@@ -312,8 +334,10 @@ class FileServer:
             piece = view[offset : offset + LIMITS.transfer_chunk_bytes]
             await answers.write(Frame(Kind.CHUNK, {"index": index, **common}, [piece]))
 
-    async def _send_chunks(self, answers: _Answers, name: str, file: _File, first: int, count: int) -> None:
-        if self._transfers >= self._most_transfers:
+    async def _send_chunks(
+        self, answers: _Answers, name: str, file: _File, first: int, count: int, most: int
+    ) -> None:
+        if self._transfers >= most:
             raise _RefusalError(Refused.BUSY, f"{self._transfers} transfers are under way")
         self._transfers += 1
         descriptor = -1

@@ -2,9 +2,10 @@
 
 They are those of its two boundaries and, if the run's corrector has priors, that of its stage. A prior is a
 safetensors file. It is known by its hash: from an anchor's signed record, or from a plan that its round has
-committed. Whoever holds one serves it. Nothing here is waited for by training, except by a peer that cannot code
-what the plan names: it takes no work of that step until it can. A corrector's prior is not waited for: a group
-corrects with it if all of its members hold it. Lives in the communication loop.
+committed. Either way it is used only if an anchor has sealed it. Whoever holds one serves it. Nothing here is waited
+for by training, except by a peer that cannot code what the plan names: it takes no work of that step until it can. A
+corrector's prior is not waited for: a group corrects with it if all of its members hold it. Lives in the
+communication loop.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from hivemind.p2p import P2P
-from torch import Tensor
 
 from dht.noticeboard import Noticeboard
 from dht.records import MAX_PRIOR_BYTES, PRIOR_NAME_CHARACTERS, PeerRecord
@@ -32,12 +31,12 @@ from peers.frames import Kind
 from peers.planning import PriorRef, prior_refs
 from peers.prior_parts import PriorPart, parts_of
 from peers.prior_shelf import Offer, PriorShelf
+from peers.prior_uses import BoundaryUse, CodecOf, PriorUse
+from peers.sealed_prior import UntrustedPriorError, publisher_of
 from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_by_hash
-from swarm.activation.base import BoundaryCodec
 from swarm.activation.versions import VersionedCodec
-from swarm.anchor.boundary_prior import load_boundary_prior
-from swarm.anchor.prior_file import PriorFileError
+from swarm.anchor.prior_file import PriorFileError, read_bounded
 from swarm.manifest import RunManifest
 from swarm.plan import Plan
 
@@ -46,46 +45,6 @@ HELD = 4
 """Priors per part that are held: those of the steps around the current one, the next, and for those who catch up."""
 AGAIN_S = 5.0
 """A prior that nobody gave is asked for again after so long."""
-
-CodecOf = Callable[[int, dict[str, Tensor]], BoundaryCodec]
-"""Makes the codec of a boundary from a prior's arrays. Raises ValueError."""
-
-
-class PriorUse(Protocol):
-    """What is made of the priors of one part."""
-
-    def holds(self, sha256: str) -> bool:
-        """Whether that of the prior with this hash is here; "" stands for the run's initial one."""
-
-    def load(self, path: Path) -> Any:
-        """Make it from a file, in any thread. Raises PriorFileError for a file that is no prior of this part,
-        ValueError for values that it cannot have, OSError.
-        """
-
-    def add(self, sha256: str, made: Any) -> None:
-        """Hold what `load` made."""
-
-    def retain(self, wanted: Collection[str]) -> None:
-        """Let go of all but these."""
-
-
-class BoundaryUse:
-    """The priors of a boundary are made into codecs."""
-
-    def __init__(self, codec: VersionedCodec, codec_of: CodecOf, manifest: RunManifest) -> None:
-        self._codec, self._codec_of, self._manifest = codec, codec_of, manifest
-        self.holds, self.add, self.retain = codec.holds, codec.add, codec.retain
-
-    def load(self, path: Path) -> BoundaryCodec:
-        """See PriorUse."""
-        boundary, manifest = self._codec.boundary, self._manifest
-        prior = load_boundary_prior(path, manifest.codec, manifest.model.hidden_size)
-        if prior.boundary != boundary:
-            raise PriorFileError(f"it is the prior of boundary {prior.boundary}")
-        for name, array in prior.arrays.items():
-            if array.is_floating_point() and not bool(torch.isfinite(array).all()):
-                raise ValueError(f"{name!r} holds values that are not finite")
-        return self._codec_of(boundary, dict(prior.arrays))
 
 
 def prior_file_name(part: PriorPart, sha256: str) -> str:
@@ -114,8 +73,9 @@ class Priors:
     whose priors count, now.
 
     counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this part's
-    prior by form or shapes; arrays: values that nothing can be made of). waited_s: seconds in which the plan in force
-    named a prior that was not here, so that this peer could take no work of it. on_came: called when one has come.
+    prior by form or shapes; arrays: values that nothing can be made of; publisher: no anchor has made it). waited_s:
+    seconds in which the plan in force named a prior that was not here, so that this peer could take no work of it.
+    on_came: called when one has come.
     """
 
     def __init__(
@@ -155,6 +115,7 @@ class Priors:
         self._held: dict[PriorPart, list[str]] = {part: [] for part in self._uses}
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, float] = {}
+        self._untrusted: dict[str, tuple[str, ...]] = {}
         self._in_force: tuple[PriorRef, ...] = ()
         self._waited_s = 0.0
         self._lacking_since: float | None = None
@@ -317,14 +278,16 @@ class Priors:
     def _want(self, part: PriorPart, sha256: str, *, is_urgent: bool = False) -> None:
         if sha256 in self._fetching or self._uses[part].holds(sha256):
             return
+        if self._untrusted.get(sha256) == self._anchors():
+            return  # only the owner could change that
         since = time.monotonic() - self._refused.get(sha256, float("-inf"))
         if since < AGAIN_S or (self._fetching and not is_urgent):
             return
-        task = self._tasks.create_task(self._fetch(part, sha256))
+        task = self._tasks.create_task(self._fetch(part, sha256, is_urgent))
         self._fetching[sha256] = task
         task.add_done_callback(lambda _: self._fetching.pop(sha256, None))
 
-    async def _fetch(self, part: PriorPart, sha256: str) -> None:
+    async def _fetch(self, part: PriorPart, sha256: str, is_urgent: bool) -> None:
         name = prior_file_name(part, sha256)
         path = prior_path(self._directory, part, sha256)
         try:
@@ -337,8 +300,9 @@ class Priors:
                 path,
                 traffic=self._traffic,
                 limit_bytes=MAX_PRIOR_BYTES,
+                is_urgent=is_urgent,
             )
-            made = await asyncio.to_thread(self._uses[part].load, path)
+            made = await asyncio.to_thread(self._load, part, path)
         except (TransferError, ValueError, OSError) as error:
             self._refuse(part, sha256, error)
             return
@@ -349,11 +313,23 @@ class Priors:
         self._came = asyncio.Event()
         self.on_came()
 
+    def _load(self, part: PriorPart, path: Path) -> Any:
+        """What the prior in a file gives, if an anchor has made it."""
+        publisher = publisher_of(read_bounded(path, MAX_PRIOR_BYTES), self._manifest.run_id)
+        if publisher not in self._anchors():
+            raise UntrustedPriorError(f"{publisher[-8:]} made it, who is no anchor of this run")
+        return self._uses[part].load(path)
+
     def _keep(self, part: PriorPart, sha256: str, made: Any, path: Path) -> None:
         """Hold and serve a prior; let go of those that no plan can name any more."""
         self._uses[part].add(sha256, made)
         self._watch_wait()
-        self._server.register(prior_file_name(part, sha256), path, self._manifest.run_id)
+        self._server.register(
+            prior_file_name(part, sha256),
+            path,
+            self._manifest.run_id,
+            is_urgent=lambda peer: self._is_waiting(peer, part, sha256),
+        )
         held = self._held[part]
         held.append(sha256)
         in_force = self._ref(part).sha256
@@ -364,13 +340,29 @@ class Priors:
                 prior_path(self._directory, part, old).unlink()
         self._uses[part].retain(held)
 
+    def _is_waiting(self, peer: str, part: PriorPart, sha256: str) -> bool:
+        """Whether a peer cannot work without this prior: it is a boundary's and in force, and the peer, which codes
+        there, does not say that it holds it. Anybody else's fetches wait behind the training.
+        """
+        record = self._board.view().get(peer)
+        if record is None or part.kind != "boundary" or self._ref(part).sha256 != sha256:
+            return False
+        is_near = record.stage in (part.ordinal, part.ordinal + 1)
+        return is_near and sha256[:PRIOR_NAME_CHARACTERS] not in record.priors
+
     def _refuse(self, part: PriorPart, sha256: str, error: Exception) -> None:
-        kinds = {TransferError: "hash", PriorFileError: "file"}
+        kinds = {TransferError: "hash", PriorFileError: "file", UntrustedPriorError: "publisher"}
         reason = next((name for kind, name in kinds.items() if isinstance(error, kind)), "arrays")
         if sha256 not in self._refused:
             self.counters[f"refused_{reason}"] += 1
             self._note(f"warning: prior {sha256[:12]} of {part} cannot be used: {error}")
         self._refused[sha256] = time.monotonic()
+        if reason == "publisher":
+            self._untrusted[sha256] = self._anchors()
+            with suppress(OSError):
+                prior_path(self._directory, part, sha256).unlink()
+        while len(self._untrusted) > 64:
+            self._untrusted.pop(next(iter(self._untrusted)))
         while len(self._refused) > 64:
             self._refused.pop(next(iter(self._refused)))
 

@@ -81,6 +81,9 @@ class Lane:
 
     A bulk lane waits with the priority of the frame's kind; a kind that is no bulk waits behind everything, so
     that nobody gets past the cap by what they call a frame. Any other lane is charged and never waits.
+
+    priority: in place of the kind's own, for a bulk lane (`peers.frames.Priority`); CONTROL goes before all other bulk
+    and waits for the bucket still.
     """
 
     def __init__(self, traffic: Traffic, direction: Direction, stage: int, *, is_bulk: bool) -> None:
@@ -88,6 +91,7 @@ class Lane:
         self._shaper = traffic.shaper(direction)
         self._opposite = traffic.shaper("down" if direction == "up" else "up")
         self._flow = Flow() if is_bulk else None
+        self.priority: int | None = None
         self.piece_bytes = self._shaper.piece_bytes
         """Largest piece that should pass at once."""
         self.is_free = not is_bulk or not self._shaper.is_limited
@@ -100,7 +104,8 @@ class Lane:
             self._shaper.charge(nbytes)
         else:
             self._opposite.charge_answers(nbytes)
-            has_waited = await self._shaper.take(self._flow, BULK_PRIORITY.get(kind, Priority.STATE), nbytes)
+            priority = BULK_PRIORITY.get(kind, Priority.STATE) if self.priority is None else self.priority
+            has_waited = await self._shaper.take(self._flow, priority, nbytes)
         self._traffic.count(self._direction, kind, self._stage, nbytes, frames=0)
         return has_waited
 

@@ -13,6 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ from hivemind.p2p import P2P
 from pydantic import ValidationError
 
 from peers.config import UserError
-from peers.fetch_stream import HolderError, open_fetch_stream
+from peers.fetch_stream import FetchStream, HolderError, open_fetch_stream
 from peers.fileserver import CHUNKS_PER_REQUEST, HASHING_PATIENCE_S, FileServer, snapshot_name
 from peers.limits import LIMITS, MIB
 from peers.partial_file import NO_ROOM, PartialFile, is_complete
@@ -152,14 +153,16 @@ async def fetch_by_hash(
     deadline_idle_s: float = LIMITS.fetch_idle_s,
     traffic: Traffic | None = None,
     limit_bytes: int = LIMITS.artifact_bytes,
+    is_urgent: bool = False,
 ) -> Path:
     """Fetch a file of which only name and hash (hex) are known to `target`; returns `target`.
 
+    is_urgent: it passes this peer's cap before all other bulk; what the holder's cap does, the holder decides.
     Holders whose own hash list is of another file are not asked again. Raises TransferError as `fetch_artifact`
     does; what was fetched under a list that lies about the whole file's hash is deleted first.
     """
     transfer = _Transfer(p2p, run_id, name, target, deadline_idle_s, traffic, None, limit_bytes)
-    transfer.expected = sha256
+    transfer.expected, transfer.is_urgent = sha256, is_urgent
     try:
         if await asyncio.to_thread(_is_file_of, target, sha256):
             return target
@@ -200,6 +203,7 @@ class _Transfer:
     ) -> None:
         self.fixed: Artifact | None = None
         self.expected: str | None = None
+        self.is_urgent = False
         self._p2p, self._run_id, self._name, self._target = p2p, run_id, name, target
         self._idle_s, self._traffic, self._progress = idle_s, traffic, progress
         self._limit_bytes = limit_bytes
@@ -295,9 +299,12 @@ class _Transfer:
         if self._file.missing:
             raise HolderError("it was too busy for a second stream", is_busy=True)
 
+    def _open(self, peer: str, idle_s: float) -> AbstractAsyncContextManager[FetchStream]:
+        return open_fetch_stream(self._p2p, peer, idle_s, self._traffic, is_urgent=self.is_urgent)
+
     async def _ask_hashes(self, peer: str) -> Artifact:
         idle_s = self._idle_s + HASHING_PATIENCE_S
-        async with open_fetch_stream(self._p2p, peer, idle_s, self._traffic) as stream:
+        async with self._open(peer, idle_s) as stream:
             await stream.ask("meta", self._run_id, name=self._name)
             document = await stream.document(HASH_LIST_BYTES)
         try:
@@ -315,7 +322,7 @@ class _Transfer:
         """Take ranges from the queue, over one stream, until it is empty."""
         asked: deque[list[int]] = deque()
         try:
-            async with open_fetch_stream(self._p2p, peer, self._idle_s, self._traffic) as stream:
+            async with self._open(peer, self._idle_s) as stream:
                 while queue or asked:
                     while queue and len(asked) < REQUESTS_AHEAD:
                         chunks = queue.popleft()

@@ -2,7 +2,8 @@
 
 One format for both kinds, the corrector's factors of a stage and the codec's arrays of a boundary. The metadata
 holds one string, `prior`: JSON with format, kind, version, step, and the stage or boundary. One string, because
-safetensors writes several in random order, and equal priors should be equal files.
+safetensors writes several in random order, and equal priors should be equal files. Who made it may be added as a
+second one (`swarm.anchor.seal`).
 
 Files come from strangers. Their hash is compared elsewhere; here their structure is: a size that the expected
 arrays can have, known names, and every array's dtype and shape.
@@ -24,6 +25,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 _KEY = "prior"
+SEAL_KEY = "seal"
+SEAL_BYTES = 4096
+"""Room in the header for the seal of whoever made the prior (`swarm.anchor.seal`)."""
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _HEADER_BASE_BYTES = 1024
@@ -170,7 +174,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 def _header_limit(expected: Mapping[str, ArraySpec]) -> int:
     """Bytes of the length field and the header of a file with these arrays, generously."""
     # JSON writes a character in up to 12 bytes (two escapes).
-    return _LENGTH.size + _HEADER_BASE_BYTES + sum(12 * len(name) + _HEADER_ARRAY_BYTES for name in expected)
+    arrays = sum(12 * len(name) + _HEADER_ARRAY_BYTES for name in expected)
+    return _LENGTH.size + _HEADER_BASE_BYTES + SEAL_BYTES + arrays
 
 
 def _header(data: bytes, limit: int) -> dict[str, Any]:
@@ -195,9 +200,12 @@ def _header(data: bytes, limit: int) -> dict[str, Any]:
 
 def _info(metadata: Any, kind: str) -> PriorInfo:
     """What the file says about itself. Raises PriorFileError."""
-    text = metadata.get(_KEY) if isinstance(metadata, dict) and len(metadata) == 1 else None
+    is_known = isinstance(metadata, dict) and set(metadata) in ({_KEY}, {_KEY, SEAL_KEY})
+    text = metadata[_KEY] if is_known else None
     if not isinstance(text, str):
-        raise PriorFileError(f"prior file: metadata with one string {_KEY!r} expected, got {metadata!r:.200}")
+        raise PriorFileError(
+            f"prior file: metadata with one string {_KEY!r}, and perhaps {SEAL_KEY!r}, expected, got {metadata!r:.200}"
+        )
     try:
         info = PriorInfo.model_validate_json(text)
     except ValidationError as error:

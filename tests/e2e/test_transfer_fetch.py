@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import os
 import resource
 import signal
@@ -14,8 +15,9 @@ import pytest
 from transfer_swarm import MIB, NAME, Swarm, content_of, make_run
 
 from peers.fileserver import snapshot_name
+from peers.frames import Priority
 from peers.traffic import Traffic
-from peers.transfer import TransferError, fetch_artifact, fetch_manifest, fetch_snapshot
+from peers.transfer import TransferError, fetch_artifact, fetch_by_hash, fetch_manifest, fetch_snapshot
 from swarm.manifest import RunManifest
 
 pytestmark = pytest.mark.e2e
@@ -252,6 +254,41 @@ def test_a_snapshot_is_wholly_one_holders_copy(swarm: Swarm, tmp_path: Path) -> 
         holders[1].server.unregister(name)
         with pytest.raises(TransferError, match=r"unknown_name.*snapshot/20/stage-1"):
             await fetch_snapshot(swarm.me, ids[1:], manifest.run_id, 20, 1, tmp_path / "b")
+
+    swarm.run(scenario())
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_what_a_peer_waits_for_goes_before_all_other_bulk_on_both_lines(
+    swarm: Swarm, tmp_path: Path, is_waiting: bool
+) -> None:
+    manifest, content = make_run(tmp_path / "artifacts", b"x"), content_of(MIB)
+    path = tmp_path / "served"
+    path.write_bytes(content)
+    name, sha256 = "prior/0", hashlib.sha256(content).hexdigest()
+
+    async def scenario() -> None:
+        holder = await swarm.holder(max_upload_mbps=30.0)
+        holder.server.add_run(manifest, tmp_path / "artifacts")
+        holder.server.register(
+            name, path, is_urgent=lambda peer: is_waiting and peer == swarm.me.peer_id.to_base58()
+        )
+        mine = Traffic(None, 30.0)
+        await fetch_by_hash(
+            swarm.me,
+            [holder.id],
+            manifest.run_id,
+            name,
+            sha256,
+            tmp_path / "mine",
+            traffic=mine,
+            is_urgent=is_waiting,
+        )
+        used, unused = Priority.CONTROL, Priority.STATE
+        if not is_waiting:
+            used, unused = unused, used
+        for shaper in (holder.traffic.upload, mine.download):
+            assert shaper.waited_s[used] > 0 and shaper.waited_s[unused] == 0
 
     swarm.run(scenario())
 

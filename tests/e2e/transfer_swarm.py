@@ -55,9 +55,9 @@ class Swarm:
     def run(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float = 30.0) -> Any:
         return self._runner.run(asyncio.wait_for(coroutine, deadline_s))
 
-    async def holder(self, protocol: int = PROTOCOL_VERSION) -> Holder:
+    async def holder(self, protocol: int = PROTOCOL_VERSION, max_upload_mbps: float | None = None) -> Holder:
         p2p = self._spare.pop() if self._spare else await self._connected()
-        traffic = Traffic()
+        traffic = Traffic(max_upload_mbps)
         holder = Holder(p2p, FileServer(p2p, traffic, protocol), traffic)
         self._holders.append(holder)
         await holder.server.start()

@@ -25,6 +25,7 @@ from dht.records import PriorRecord
 from peers.fileserver import FileServer
 from peers.prior_parts import PriorPart
 from peers.priors import prior_file_name
+from peers.sealed_prior import seal_prior
 from peers.traffic import Traffic
 from swarm.anchor.boundary_prior import BoundaryPrior, encode_boundary_prior
 from swarm.anchor.config import NoCorrectorConfig
@@ -72,9 +73,10 @@ class PuppetAnchor:
         return arrays
 
     def initial(self, boundary: int, step: int, **change: Any) -> bytes:
-        """A good prior of a step: the run's initial arrays under another name, some of them changed."""
+        """A good prior of a step: the run's initial arrays under this anchor's seal, some of them changed."""
         arrays = self.arrays(boundary)
-        return encode_boundary_prior(BoundaryPrior(boundary, 0, step, {**arrays, **change}))
+        data = encode_boundary_prior(BoundaryPrior(boundary, 0, step, {**arrays, **change}))
+        return seal_prior(data, self._manifest.run_id, self._identity)
 
     def corrector(self, stage: int, step: int, seed: int = 0, **change: Tensor) -> bytes:
         """A corrector's prior of a stage: factors of random matrices. change: arrays by `left`, `values` or `right`
@@ -90,7 +92,8 @@ class PuppetAnchor:
         for part, array in change.items():
             first = next(iter(factors))
             factors[first] = dataclasses.replace(factors[first], **{part: array})
-        return encode_spectral_prior(SpectralPrior(stage, 0, step, factors))
+        data = encode_spectral_prior(SpectralPrior(stage, 0, step, factors))
+        return seal_prior(data, self._manifest.run_id, self._identity)
 
     def matrices(self, stage: int) -> dict[str, tuple[int, int]]:
         """The matrices of a stage that a corrector has priors of."""

@@ -96,6 +96,16 @@ def test_right_priors_are_used_and_wrong_ones_refused_counted_and_said_once(
         flipped[-1] ^= 1
         a.offer(0, 3, data, served=bytes(flipped))
         a.offer(1, 3, a.initial(1, 3, mean=torch.zeros(3)))
+        # An anchor names, and serves, what a stranger has made.
+        a.offer(0, 4, c.initial(0, 4))
+        wait_for(
+            counted(swarm, "counters", "refused_publisher", near_0), 60.0, "whose it is to be seen", swarm
+        )
+        assert all(
+            len([note for note in swarm.members[name].notes if "is no anchor" in note and "made it" in note])
+            == 1
+            for name in near_0
+        ), "said once"
         wait_for(counted(swarm, "offers", "stranger", NAMES), 30.0, "the stranger to be counted", swarm)
         assert all(
             len([note for note in swarm.members[name].notes if stranger_id[-8:] in note]) == 1
