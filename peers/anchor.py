@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hivemind.p2p import P2P
 
@@ -24,7 +23,6 @@ from peers.anchor_figures import AnchorFigures
 from peers.anchor_memory import AnchorMemory
 from peers.anchor_work import AnchorWork, PassResult
 from peers.announcer import Announcer
-from peers.catchup import STATE_BYTES_PER_WEIGHT, STATE_HEAD_BYTES
 from peers.checkpoint import CheckpointError, CheckpointStore
 from peers.compute import compute_dtype, model_config
 from peers.config import PeerConfig, UserError
@@ -39,9 +37,9 @@ from peers.reporting import Reporter
 from peers.run_files import RunFiles, prior_name, stage_name
 from peers.sealed_prior import seal_prior
 from peers.status import StatusBoard
-from peers.torch_compute import WEIGHT
 from peers.traffic import Traffic
-from peers.transfer import TransferError, fetch_snapshot
+from peers.transfer import TransferError, fetch_weights
+from peers.weights_file import BYTES_PER_WEIGHT, HEAD_BYTES, read_weights
 from swarm.activation.config import BasisConfig
 from swarm.activation.registry import needs_prior as codec_needs_prior
 from swarm.activation.registry import needs_tokens
@@ -252,22 +250,19 @@ class AnchorPeer:
         path = store.path(version, stage, run_id)
         donors = self._donors(stage)
         holders = sorted(donors, key=lambda peer: version not in donors[peer])
-        limit = STATE_BYTES_PER_WEIGHT * self._numels[stage] + STATE_HEAD_BYTES
-        await fetch_snapshot(
+        limit = BYTES_PER_WEIGHT * self._numels[stage] + HEAD_BYTES
+        await fetch_weights(
             self._p2p, holders, run_id, version, stage, path, traffic=self._traffic, limit_bytes=limit
         )
-        checkpoint = await asyncio.to_thread(store.load, stage, run_id, version)
-        if checkpoint is None:
-            raise CheckpointError(f"version {version} of stage {stage} is damaged")
-        weights: dict[str, Any] = {
-            name.removeprefix(WEIGHT): tensor
-            for name, tensor in checkpoint.tensors.items()
-            if name.startswith(WEIGHT)
-        }
-        await self._engine.submit(JobPriority.ROUND, self._model.load, stage, weights)
-        del checkpoint, weights
-        with suppress(OSError):  # the weights are in memory: nobody else needs the file
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+        try:
+            weights = await asyncio.to_thread(read_weights, path, run_id, stage, version)
+            await self._engine.submit(JobPriority.ROUND, self._model.load, stage, weights)
+            self.figures.fetched_bytes += path.stat().st_size
+        except ValueError as error:
+            raise ValueError(f"version {version} of stage {stage} cannot be used: {error}") from error
+        finally:
+            with suppress(OSError):  # the weights are in memory: nobody else needs the file
+                await asyncio.to_thread(path.unlink, missing_ok=True)
 
     def _take_figures(self, result: PassResult) -> None:
         figures, coding = self.figures, result.coding

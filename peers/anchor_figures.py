@@ -13,7 +13,8 @@ class AnchorFigures:
     gradient_errors: by boundary, relative squared error of the codec on it. raw_cosine, corrected_cosine: of that
     coded gradient, as it is and corrected by the last prior, with the clean one of the pass's other microbatches: the
     corrector helps where the second is the larger. corrector_version: of the newest gradient in the memory.
-    corrector_skipped: passes that were not factored. gradients_refused: of single matrices.
+    corrector_skipped: passes that were not factored. gradients_refused: of single matrices. fetched_bytes: of
+    snapshots, in all.
     """
 
     passes: int = 0
@@ -22,6 +23,7 @@ class AnchorFigures:
     fetch_s: float = 0.0
     fit_s: float = 0.0
     prior_bytes: int = 0
+    fetched_bytes: int = 0
     coded_cosine: float | None = None
     forward_errors: tuple[float, ...] = ()
     gradient_errors: tuple[float, ...] = ()

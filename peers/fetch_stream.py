@@ -13,9 +13,10 @@ from typing import Any, cast
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 
-from peers.fileserver import CHUNK_DEADLINE_FACTOR, HANDLER, NO_STAGE, Refused
+from peers.fileserver import CHUNK_DEADLINE_FACTOR, HANDLER, NO_STAGE
 from peers.frames import Frame, FrameError, Kind, Priority, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
+from peers.refusals import Refused
 from peers.streams import PatientValve, read_frame, write_frame
 from peers.traffic import Traffic
 

@@ -21,7 +21,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from peers.frames import Frame, FrameError, Kind, Priority, need, need_count
 from peers.limits import LIMITS, PROTOCOL_VERSION
+from peers.refusals import RefusalError, Refused
 from peers.streams import PacedValve, PatientValve, read_frame, write_frame
 from peers.traffic import Traffic
 from swarm.manifest import ARTIFACT_CHUNK_BYTES, Artifact, RunManifest
@@ -57,34 +57,10 @@ LINGER_S = 2.0
 NAME_CHARACTERS = 128
 
 
-class Refused(StrEnum):
-    """Why a request was refused."""
-
-    PROTOCOL = "protocol"
-    BUSY = "busy"
-    MALFORMED = "malformed"
-    UNKNOWN_RUN = "unknown_run"
-    SEVERAL_RUNS = "several_runs"
-    UNKNOWN_NAME = "unknown_name"
-    MISSING = "missing"
-    """The manifest names it, but this peer has not got it (yet)."""
-    RANGE = "range"
-    FAILED = "failed"
-    """The holder's own disk failed."""
-
-
-class _RefusalError(Exception):
-    """A request that is answered with REFUSED."""
-
-    def __init__(self, reason: Refused, detail: str, **more: Any) -> None:
-        super().__init__(detail)
-        self.header = {"reason": reason.value, "detail": detail[:400], **more}
-
-
 @dataclass(slots=True)
 class _File:
     """A file on offer. nbytes: what it must hold, if a manifest says so. artifact: its hashes, once known. is_urgent:
-    whether a peer waits for it.
+    whether a peer waits for it. make: makes it when it is first asked for.
     """
 
     path: Path
@@ -92,6 +68,7 @@ class _File:
     artifact: Artifact | None = None
     hashing: asyncio.Task[Artifact] | None = None
     is_urgent: Callable[[str], bool] | None = None
+    make: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
@@ -181,14 +158,16 @@ class FileServer:
         run_id: str | None = None,
         *,
         is_urgent: Callable[[str], bool] | None = None,
+        make: Callable[[], None] | None = None,
     ) -> None:
         """Serve a file that no manifest names (a snapshot) under this name; it must not change any more.
 
         run_id: the run it belongs to; None is the only run held. is_urgent: asked with each request's peer id
-        (base58) whether that peer cannot work without the file; then it is sent before all other bulk.
+        (base58) whether that peer cannot work without the file; then it is sent before all other bulk. make: called
+        in a thread when somebody first asks for the file's hashes, if it is not there; raises OSError or ValueError.
         Raises ValueError if the run is ambiguous.
         """
-        self._run(run_id).files[name] = _File(path, is_urgent=is_urgent)
+        self._run(run_id).files[name] = _File(path, is_urgent=is_urgent, make=make)
 
     def unregister(self, name: str, run_id: str | None = None) -> None:
         """Serve the file no longer; transfers under way go on. Harmless if it is not registered."""
@@ -239,7 +218,7 @@ class FileServer:
                     frame, _ = await read_frame(reader, 0, valve=requests)
                 try:
                     await self._answer(frame, answers, peer)
-                except _RefusalError as refusal:
+                except RefusalError as refusal:
                     await self._refuse(answers, refusal)
         except FrameError as error:
             self._traffic.refuse(error.reason)
@@ -271,7 +250,7 @@ class FileServer:
         self._leaving[task] = writer
         try:
             async with asyncio.timeout(LINGER_S):
-                await self._refuse(answers, _RefusalError(reason, detail))
+                await self._refuse(answers, RefusalError(reason, detail))
                 while await reader.read(LIMITS.read_chunk_bytes):
                     pass
         except (TimeoutError, OSError, RuntimeError):
@@ -279,17 +258,17 @@ class FileServer:
         finally:
             del self._leaving[task]
 
-    async def _refuse(self, answers: _Answers, refusal: _RefusalError) -> None:
+    async def _refuse(self, answers: _Answers, refusal: RefusalError) -> None:
         await answers.write(Frame(Kind.REFUSED, {"protocol": self._protocol, **refusal.header}))
 
     async def _answer(self, frame: Frame, answers: _Answers, peer: str) -> None:
-        """Answer one request. Raises _RefusalError, FrameError, or what the stream raises."""
+        """Answer one request. Raises RefusalError, FrameError, or what the stream raises."""
         if frame.kind is not Kind.FETCH:
             raise FrameError("kind", f"a fetch was expected, got {frame.kind}")
         header = frame.header
         # Compared before anything else is looked at: another version may have other fields.
         if (protocol := need_count(header, "protocol", 2**31)) != self._protocol:
-            raise _RefusalError(Refused.PROTOCOL, f"version {self._protocol} is spoken here, not {protocol}")
+            raise RefusalError(Refused.PROTOCOL, f"version {self._protocol} is spoken here, not {protocol}")
         run_id, run = self._find_run(need(header, "run", str))
         want = need(header, "want", str)
         if want == "manifest":
@@ -298,7 +277,7 @@ class FileServer:
         name = need(header, "name", str)
         file = run.files.get(name) if len(name) <= NAME_CHARACTERS else None
         if file is None:
-            raise _RefusalError(Refused.UNKNOWN_NAME, f"no file {name[:NAME_CHARACTERS]!r} is served here")
+            raise RefusalError(Refused.UNKNOWN_NAME, f"no file {name[:NAME_CHARACTERS]!r} is served here")
         is_urgent = file.is_urgent is not None and file.is_urgent(peer)
         answers.hurry(is_urgent)
         if want == "meta":
@@ -320,10 +299,8 @@ class FileServer:
             return next(iter(self._runs.items()))
         runs = [{"run": key, "name": run.name} for key, run in list(self._runs.items())[:32]]
         if not run_id and runs:
-            raise _RefusalError(Refused.SEVERAL_RUNS, f"{len(self._runs)} runs are served here", runs=runs)
-        raise _RefusalError(
-            Refused.UNKNOWN_RUN, f"run {run_id[:40] or '(any)'} is not served here", runs=runs
-        )
+            raise RefusalError(Refused.SEVERAL_RUNS, f"{len(self._runs)} runs are served here", runs=runs)
+        raise RefusalError(Refused.UNKNOWN_RUN, f"run {run_id[:40] or '(any)'} is not served here", runs=runs)
 
     # -- what is sent --------------------------------------------------------------------------------
 
@@ -338,7 +315,7 @@ class FileServer:
         self, answers: _Answers, name: str, file: _File, first: int, count: int, most: int
     ) -> None:
         if self._transfers >= most:
-            raise _RefusalError(Refused.BUSY, f"{self._transfers} transfers are under way")
+            raise RefusalError(Refused.BUSY, f"{self._transfers} transfers are under way")
         self._transfers += 1
         descriptor = -1
         try:
@@ -347,10 +324,10 @@ class FileServer:
             except OSError as error:
                 raise _unreadable(name, file.path, error) from error
             if file.nbytes is not None and nbytes != file.nbytes:
-                raise _RefusalError(Refused.MISSING, f"{name} is here with {nbytes} of {file.nbytes} bytes")
+                raise RefusalError(Refused.MISSING, f"{name} is here with {nbytes} of {file.nbytes} bytes")
             chunks = -(-nbytes // ARTIFACT_CHUNK_BYTES)
             if first + count > chunks:
-                raise _RefusalError(Refused.RANGE, f"{name} has {chunks} chunks, asked for {first}+{count}")
+                raise RefusalError(Refused.RANGE, f"{name} has {chunks} chunks, asked for {first}+{count}")
             for index in range(first, first + count):
                 offset = index * ARTIFACT_CHUNK_BYTES
                 size = min(ARTIFACT_CHUNK_BYTES, nbytes - offset)
@@ -359,7 +336,7 @@ class FileServer:
                 except OSError as error:
                     raise _unreadable(name, file.path, error) from error
                 if len(data) != size:
-                    raise _RefusalError(Refused.FAILED, f"{name} became shorter while it was read")
+                    raise RefusalError(Refused.FAILED, f"{name} became shorter while it was read")
                 await answers.write(Frame(Kind.CHUNK, {"index": index}, [memoryview(data)]))
         finally:
             self._transfers -= 1
@@ -371,19 +348,29 @@ class FileServer:
         if file.artifact is not None:
             return file.artifact
         if file.hashing is None:
-            file.hashing = asyncio.create_task(asyncio.to_thread(Artifact.of, file.path, name))
+            file.hashing = asyncio.create_task(asyncio.to_thread(_describe, file, name))
         task = file.hashing  # several requests may wait for the same one
         done, _ = await asyncio.wait([task], timeout=HASHING_PATIENCE_S)
         if not done:
-            raise _RefusalError(Refused.BUSY, f"the hash list of {name} is being computed")
+            raise RefusalError(Refused.BUSY, f"the hash list of {name} is being computed")
         if task.cancelled():
-            raise _RefusalError(Refused.UNKNOWN_NAME, f"{name} is not served any more")
+            raise RefusalError(Refused.UNKNOWN_NAME, f"{name} is not served any more")
         file.hashing = None
         try:
             file.artifact = task.result()
         except OSError as error:
             raise _unreadable(name, file.path, error) from error
+        except ValueError as error:
+            logger.error("cannot make %s, which this peer serves: %s", file.path, error)
+            raise RefusalError(Refused.FAILED, f"{name} cannot be made") from error
         return file.artifact
+
+
+def _describe(file: _File, name: str) -> Artifact:
+    """Make a file if need be, and hash it. Raises OSError, ValueError."""
+    if file.make is not None and not file.path.exists():
+        file.make()
+    return Artifact.of(file.path, name)
 
 
 def _open(path: Path) -> tuple[int, int]:
@@ -392,9 +379,9 @@ def _open(path: Path) -> tuple[int, int]:
     return descriptor, os.fstat(descriptor).st_size
 
 
-def _unreadable(name: str, path: Path, error: OSError) -> _RefusalError:
+def _unreadable(name: str, path: Path, error: OSError) -> RefusalError:
     """The refusal for a file that cannot be read: gone is normal, anything else is said aloud."""
     if isinstance(error, FileNotFoundError):
-        return _RefusalError(Refused.MISSING, f"{name} is not here")
+        return RefusalError(Refused.MISSING, f"{name} is not here")
     logger.error("cannot read %s, which this peer serves: %s", path, error)
-    return _RefusalError(Refused.FAILED, f"{name} cannot be read: {error.strerror}")
+    return RefusalError(Refused.FAILED, f"{name} cannot be read: {error.strerror}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from bisect import insort
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from peers.fileserver import FileServer, snapshot_name
 from peers.limits import PROTOCOL_VERSION
 from peers.metrics import Metrics
 from peers.update_log import UpdateLog
+from peers.weights_file import weights_name, write_weights
 from swarm.manifest import RunManifest
 
 SAVING = 2
@@ -100,7 +103,11 @@ class Snapshots:
 
     def adopt(self, path: Path, version: int, lineage: str) -> None:
         """Serve a verified checkpoint that was fetched into the store."""
-        self._server.register(snapshot_name(version, self._stage), path, self._manifest.run_id)
+        run_id, weights = self._manifest.run_id, self._weights(path)
+        self._server.register(snapshot_name(version, self._stage), path, run_id)
+        self._server.register(
+            weights_name(version, self._stage), weights, run_id, make=lambda: write_weights(path, weights)
+        )
         if version not in self.served:
             insort(self.served, version)
         self._lineages[version] = lineage
@@ -170,10 +177,21 @@ class Snapshots:
         for version in [version for version in self.served if not is_kept(version)]:
             self.served.remove(version)
             self._lineages.pop(version, None)
-            self._server.unregister(snapshot_name(version, self._stage), self._manifest.run_id)
+            run_id = self._manifest.run_id
+            self._server.unregister(snapshot_name(version, self._stage), run_id)
+            self._server.unregister(weights_name(version, self._stage), run_id)
+            with suppress(OSError):
+                self._weights(self._store.path(version, self._stage, run_id)).unlink()
+
+    @staticmethod
+    def _weights(path: Path) -> Path:
+        """Where the weights of a checkpoint are kept, once somebody has asked for them."""
+        return path.parent / "weights" / path.name
 
     async def _offer_found(self) -> None:
         run_id = self._manifest.run_id
+        # Made again when somebody asks: what an earlier start left has not been looked at.
+        await asyncio.to_thread(shutil.rmtree, self._store.directory / "weights", ignore_errors=True)
         versions = await asyncio.to_thread(self._store.versions, self._stage, run_id)
         for version in reversed(versions):
             async with self._order:

@@ -26,6 +26,7 @@ from peers.fileserver import CHUNKS_PER_REQUEST, HASHING_PATIENCE_S, FileServer,
 from peers.limits import LIMITS, MIB
 from peers.partial_file import NO_ROOM, PartialFile, is_complete
 from peers.traffic import Traffic
+from peers.weights_file import weights_name
 from swarm.manifest import Artifact
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "fetch_by_hash",
     "fetch_manifest",
     "fetch_snapshot",
+    "fetch_weights",
     "snapshot_name",
 ]
 
@@ -139,6 +141,23 @@ async def fetch_snapshot(
     """
     name = snapshot_name(version, stage)
     transfer = _Transfer(p2p, run_id, name, target, deadline_idle_s, traffic, progress, limit_bytes)
+    return await transfer.run(holders)
+
+
+async def fetch_weights(
+    p2p: P2P,
+    holders: Holders,
+    run_id: str,
+    version: int,
+    stage: int,
+    target: Path,
+    *,
+    traffic: Traffic | None = None,
+    limit_bytes: int = LIMITS.artifact_bytes,
+) -> str:
+    """Fetch the bf16 weights of a stage's snapshot, as `fetch_snapshot` does the whole of it."""
+    name, idle_s = weights_name(version, stage), LIMITS.fetch_idle_s
+    transfer = _Transfer(p2p, run_id, name, target, idle_s, traffic, None, limit_bytes)
     return await transfer.run(holders)
 
 
