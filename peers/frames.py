@@ -66,6 +66,8 @@ class Kind(StrEnum):
     COMMIT = "commit"
     FETCH = "fetch"
     CHUNK = "chunk"
+    PASS = "pass"
+    DENSE = "dense"
 
 
 class Priority:
@@ -85,6 +87,7 @@ BULK_PRIORITY: Mapping[Kind, int] = {
     Kind.AVERAGE: Priority.AVERAGING,
     Kind.SLICE: Priority.AVERAGING,
     Kind.CHUNK: Priority.STATE,
+    Kind.DENSE: Priority.STATE,
 }
 """Kinds that travel on bulk streams; every other kind is control."""
 

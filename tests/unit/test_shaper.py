@@ -186,6 +186,29 @@ def test_lanes_count_pieces_and_frames_once_and_share_one_shaper() -> None:
     run_in_fake_time(scenario())
 
 
+def test_urgent_chunks_go_before_gradients_and_keep_to_the_cap() -> None:
+    async def scenario() -> None:
+        traffic = Traffic(None, MBPS, asyncio.get_running_loop().time)
+        traffic.download.charge(RATE)
+        order: list[str] = []
+
+        async def pass_through(name: str, lane: Any, kind: Kind) -> None:
+            await lane.passes(kind, 10_000)
+            order.append(name)
+
+        first, gradient, urgent = (traffic.lane("down", 1, is_bulk=True) for _ in range(3))
+        urgent.priority = Priority.CONTROL
+        await asyncio.gather(
+            pass_through("first", first, Kind.CHUNK),
+            pass_through("gradient", gradient, Kind.GRADIENT),
+            pass_through("urgent", urgent, Kind.CHUNK),
+        )
+        assert order == ["urgent", "gradient", "first"]
+        assert traffic.download.waited_s[Priority.CONTROL] > 0.9
+
+    run_in_fake_time(scenario())
+
+
 def test_a_control_kind_on_a_bulk_stream_does_not_get_past_the_cap() -> None:
     async def scenario() -> None:
         traffic = Traffic(None, MBPS, asyncio.get_running_loop().time)
