@@ -28,6 +28,7 @@ PRIOR_NAME_CHARACTERS = 16
 """Of a prior's hash, in the record of who holds it."""
 MAX_PRIOR_BYTES = 2**30
 
+Ordinal = Annotated[int, Field(ge=0, le=4095)]
 Role = Literal["seed", "stage", "anchor"]
 Measure = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Reason = Literal[
@@ -72,11 +73,12 @@ class PeerRecord(_Record):
     stage: the stage it holds, None for a pure seed. step: the step its weights have reached. training:
     whether it has a plan in force. loss: mean token loss in nats, as last seen. tokens_per_s and the
     measured bandwidths (Mbit/s): None when unknown. versions: steps whose snapshots it can serve. priors:
-    the first characters (`PRIOR_NAME_CHARACTERS`) of the hashes of the priors it holds and serves.
+    the first characters (`PRIOR_NAME_CHARACTERS`) of the hashes of the priors it holds and serves. stages: the first
+    and the last that an anchor holds.
     """
 
     role: Role
-    stage: Annotated[int, Field(ge=0, le=4095)] | None = None
+    stage: Ordinal | None = None
     state: Literal["joining", "syncing", "online", "draining", "offline"]
     step: Count = 0
     training: bool = False
@@ -88,6 +90,7 @@ class PeerRecord(_Record):
     upload_mbps: Measure | None = None
     download_mbps: Measure | None = None
     versions: tuple[Count, ...] = Field(default=(), max_length=32)
+    stages: tuple[Ordinal, Ordinal] | None = None
     priors: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=16)
 
 

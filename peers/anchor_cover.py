@@ -50,6 +50,12 @@ def circuit(spans: Mapping[str, Span], anchors: Sequence[str], stages: int) -> t
     return tuple(legs)
 
 
+def uncovered(spans: Mapping[str, Span], anchors: Sequence[str], stages: int) -> tuple[int, ...]:
+    """The stages that none of these anchors holds."""
+    here = [spans[peer] for peer in anchors if peer in spans]
+    return tuple(s for s in range(stages) if not any(first <= s <= last for first, last in here))
+
+
 def unpack_legs(value: object, stages: int) -> tuple[Leg, ...]:
     """The wire form of a row. Raises FrameError."""
     if not isinstance(value, list) or not 2 <= len(value) <= stages:

@@ -14,7 +14,7 @@ class AnchorFigures:
     coded gradient, as it is and corrected by the last prior, with the clean one of the pass's other microbatches: the
     corrector helps where the second is the larger. corrector_version: of the newest gradient in the memory.
     corrector_skipped: passes that were not factored. gradients_refused: of single matrices. fetched_bytes: of
-    snapshots, in all.
+    snapshots, in all. abandoned: passes with other anchors that ended early.
     """
 
     passes: int = 0
@@ -24,6 +24,7 @@ class AnchorFigures:
     fit_s: float = 0.0
     prior_bytes: int = 0
     fetched_bytes: int = 0
+    abandoned: int = 0
     coded_cosine: float | None = None
     forward_errors: tuple[float, ...] = ()
     gradient_errors: tuple[float, ...] = ()

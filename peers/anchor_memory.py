@@ -135,6 +135,8 @@ class AnchorMemory:
             self.prior_bytes, seconds = 0, 0.0
             for stage, memory in self._memories.items():
                 matrices = memory.matrices
+                if not matrices:  # another anchor passes through this stage
+                    continue
                 await self._write(stage, matrices, version)
                 began = time.monotonic()
                 try:

@@ -36,6 +36,7 @@ class Announcer:
         self.trainer: Trainer | None = None
         self.snapshots: Snapshots | None = None
         self.priors: Priors | None = None
+        self.span: tuple[int, int] | None = None
         self._board, self._identity, self._manifest = board, identity, manifest
         self._role, self._stage, self._addresses = role, stage, addresses
         self._lifecycle, self._status = lifecycle, status
@@ -65,6 +66,7 @@ class Announcer:
             incarnation=self._identity.incarnation,
             role=self._role,
             stage=self._stage,
+            stages=self.span,
             state=self._lifecycle.state,
             step=trainer.version if trainer is not None else 0,
             training=trainer is not None and trainer.is_voting and self._lifecycle.state == "online",

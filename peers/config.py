@@ -41,7 +41,8 @@ class PeerConfig:
     """Settings of one peer process (`join`, `seed`, and every peer of `local`).
 
     stage: the stage to hold, `auto` for the one with the fewest peers; None for a seed, which holds none and
-    serves the run's files, and for an anchor, which holds all.
+    serves the run's files, and for an anchor.
+    anchor_span: first and last stage that an anchor holds; None: all.
     run: id of the run; None takes the run of the first initial peer that answers.
     run_dir: a run's folder, when this peer already has (some of) its files; else files go to data_dir.
     max_upload_mbps, max_download_mbps: caps of everything this peer sends and receives, in Mbit/s at the
@@ -51,6 +52,7 @@ class PeerConfig:
 
     stage: int | Literal["auto"] | None
     is_anchor: bool = False
+    anchor_span: tuple[int, int] | None = None
     initial_peers: tuple[str, ...] = ()
     run: str | None = None
     run_dir: Path | None = None

@@ -212,7 +212,11 @@ class Session:
         return manifest
 
     def _check_stage(self, manifest: RunManifest) -> None:
-        stage = self._config.stage
+        stage, span = self._config.stage, self._config.anchor_span
+        if span is not None and span[1] >= manifest.model.stages:
+            raise UserError(
+                f"--stage {span[0]}-{span[1]}: run {manifest.name!r} has stages 0 to {manifest.model.stages - 1}"
+            )
         if isinstance(stage, int) and not 0 <= stage < manifest.model.stages:
             raise UserError(
                 f"--stage {stage}: run {manifest.name!r} has stages 0 to {manifest.model.stages - 1}"

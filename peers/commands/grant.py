@@ -11,6 +11,7 @@ from dht.grants import MAX_GRANTED, AnchorGrant, GrantError
 from peers.config import UserError
 from peers.grants import FILE, read_grant, write_grant
 from swarm.activation.config import BasisConfig
+from swarm.anchor.registry import needs_prior
 from swarm.manifest import ManifestError, RunManifest, load_owner_key
 
 
@@ -29,7 +30,7 @@ def grant_anchors(run_dir: Path, granted: Sequence[str], revoked: Sequence[str])
         ) from error
     except (ManifestError, GrantError, OSError) as error:
         raise UserError(str(error)) from error
-    if not isinstance(manifest.codec, BasisConfig):
+    if not isinstance(manifest.codec, BasisConfig) and not needs_prior(manifest.corrector):
         raise UserError(
             f"codec {manifest.codec.name} of run {manifest.name!r} has no priors: no anchor is needed"
         )

@@ -18,6 +18,7 @@ Examples:
   swarm-peer join --stage 2 --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/Qm...
   swarm-peer join --stage 0 --initial-peers ADDRESS_A ADDRESS_B --threads 4 --identity ~/.swarm-peer/key
   swarm-peer join --anchor --stage all --initial-peers ADDRESS --identity anchor.key
+  swarm-peer join --anchor --stage 0-3 --initial-peers ADDRESS --identity anchor.key      (another takes the rest)
   swarm-peer join --stage 1 --initial-peers ADDRESS --announce /ip4/198.51.100.7/tcp/4001 --listen /ip4/0.0.0.0/tcp/4001
 
 Ctrl+C hands back the work and leaves; a second Ctrl+C leaves at once.
@@ -74,10 +75,11 @@ class JoinOptions(PeerOptions):
     """Hold one stage of a run and train, or be one of its anchors."""
 
     stage: str
-    """The stage to hold, counted from 0; `auto` takes the one with the fewest peers; `all` with --anchor."""
+    """The stage to hold, counted from 0; `auto` takes the one with the fewest peers. With --anchor `all`, one, or
+    several such as 0-3: anchors that hold all stages together make the priors together."""
 
     anchor: bool = False
-    """Be an anchor instead: pass microbatches unmasked through snapshots of all stages and publish the priors that
+    """Be an anchor instead: pass microbatches unmasked through snapshots of the stages and publish the priors that
     make the codec better. The run's owner must have named this peer's id (`swarm-peer identity`)."""
 
     run: str | None = None
@@ -127,11 +129,25 @@ def parse_stage(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
+def parse_span(text: str) -> tuple[int, int] | None:
+    """The first and last stage of an anchor's --stage; None for all. Raises UserError."""
+    if text == "all":
+        return None
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+    if match is None:
+        raise UserError(f"--anchor --stage {text}: an anchor holds one stage (2), several (0-3), or all")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise UserError(
+            f"--anchor --stage {text}: the last stage comes before the first: give {last}-{first}"
+        )
+    return first, last
+
+
 def peer_config(options: JoinOptions) -> PeerConfig:
     """The peer's settings. Raises UserError for a value no peer can run with."""
     stage = None if options.anchor else parse_stage(options.stage)
-    if options.anchor and options.stage != "all":
-        raise UserError(f"--anchor --stage {options.stage}: an anchor holds all stages: give --stage all")
+    span = parse_span(options.stage) if options.anchor else None
     if not options.initial_peers:
         raise UserError(
             "--initial-peers is missing: give the address that `swarm-peer seed` printed, or that of any peer "
@@ -149,6 +165,7 @@ def peer_config(options: JoinOptions) -> PeerConfig:
     return PeerConfig(
         stage=stage,
         is_anchor=options.anchor,
+        anchor_span=span,
         initial_peers=options.initial_peers,
         run=options.run,
         run_dir=expanded(options.run_dir),
@@ -214,7 +231,7 @@ def run(options: JoinOptions) -> int:
     config = peer_config(options)
     set_log_level(options.log_level)
     with TerminalReporter(is_quiet=options.quiet) as reporter:
-        reporter.note(f"joining as stage {config.stage} ...")
+        reporter.note(f"joining as {'an anchor' if config.is_anchor else f'stage {config.stage}'} ...")
         from peers.peer import run_peer
 
         return run_peer(config, reporter)

@@ -14,16 +14,18 @@ from torch import Tensor
 
 from swarm.activation.basis import document_positions
 from swarm.activation.calibrate import BoundarySamples, join_samples
+from swarm.anchor.gradients import WeightGradients
 from swarm.batch import Batch
 from swarm.model.stage import StageModel
 
 
 class SpanPass:
-    """One pass. models: consecutive stages, whose weights need no gradients; is_last: whether theirs is the run's
-    last stage.
+    """One pass. models: consecutive stages, whose weights need no gradients by themselves; is_last: whether theirs is
+    the run's last stage.
 
     batches: the pass's microbatches, the same at every anchor of it. max_tokens: samples of each boundary, at most.
-    seed: of the draw, equal at all anchors. Raises ValueError without batches or stages.
+    seed: of the draw, equal at all anchors. gradients: collects the weights' in the same backwards. Raises ValueError
+    without batches or stages.
     """
 
     def __init__(
@@ -34,10 +36,13 @@ class SpanPass:
         *,
         is_last: bool,
         seed: int = 0,
+        gradients: WeightGradients | None = None,
     ) -> None:
         if not batches or not models:
             raise ValueError(f"{len(batches)} microbatches through {len(models)} stages give no samples")
         self._models, self._batches, self._is_last = list(models), list(batches), is_last
+        self._gradients = gradients
+        self._loss_tokens = max(1, sum(batch.loss_tokens for batch in batches))
         generator = torch.Generator().manual_seed(seed)
         each = max(1, max_tokens // len(batches))
         self._chosen = [torch.randperm(batch.tokens, generator=generator)[:each] for batch in batches]
@@ -87,6 +92,8 @@ class SpanPass:
         """Go back through the stages, and keep the samples. gradient: [B, T, H] of what `forward` gave, None at the
         last stage. Returns the gradient of what it was given, None at stage 0.
         """
+        if self._gradients is not None:
+            self._gradients.share = self._batches[index].loss_tokens / self._loss_tokens
         if self._loss is not None:
             self._loss.backward()  # type: ignore[no-untyped-call]
         elif gradient is not None:
