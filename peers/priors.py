@@ -29,6 +29,7 @@ from peers.corrections import Corrections
 from peers.fileserver import FileServer
 from peers.frames import Kind
 from peers.planning import PriorRef, prior_refs
+from peers.prior_age import PriorAge
 from peers.prior_parts import PriorPart, parts_of
 from peers.prior_shelf import Offer, PriorShelf
 from peers.prior_uses import BoundaryUse, CodecOf, PriorUse
@@ -117,6 +118,7 @@ class Priors:
         self._refused: dict[str, float] = {}
         self._untrusted: dict[str, tuple[str, ...]] = {}
         self._in_force: tuple[PriorRef, ...] = ()
+        self._age, self._step = PriorAge(manifest.snapshot_every), 0
         self._waited_s = 0.0
         self._lacking_since: float | None = None
         self._came = asyncio.Event()
@@ -161,10 +163,13 @@ class Priors:
                 "version": ref.version,
                 "hash": ref.sha256[:PRIOR_NAME_CHARACTERS],
                 "step": offer.step if offer is not None else 0 if not ref.version else None,
+                "age": self._age_of(part),
             }
         return {
             "in_force": in_force,
             "corrector": self.corrections.status() if self._own in self._uses else None,
+            "age_limit": self._age.limit,
+            "is_old": self._age.is_old,
             "counters": dict(self.counters),
             "offers": dict(self.shelf.counters),
             "bytes": self.bytes_fetched,
@@ -175,6 +180,14 @@ class Priors:
     def _ref(self, part: PriorPart) -> PriorRef:
         """The prior of a part in the latest plan."""
         return self._in_force[self._parts.index(part)] if self._in_force else PriorRef()
+
+    def _age_of(self, part: PriorPart) -> int | None:
+        """Steps since the weights behind the prior in force; None for one of which no offer is known."""
+        ref = self._ref(part)
+        offer = self.shelf.find(part, ref.sha256)
+        if offer is None and ref.version:
+            return None
+        return max(0, self._step - (offer.step if offer is not None else 0))
 
     def tick(self) -> None:
         """Look at what anchors offer, and fetch the newest of each part."""
@@ -194,6 +207,9 @@ class Priors:
                     f"warning: two anchors offer different priors of {part} at step {offer.step}: that of the first "
                     f"anchor counts (more of this is only counted)"
                 )
+        said = self._age.look(map(self._age_of, self._uses), has_anchors=bool(self._anchors()))
+        if said is not None:
+            self._note(said)
         for part in self._uses:
             newest = self.shelf.newest(part)
             if newest is not None:
@@ -215,7 +231,7 @@ class Priors:
 
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: what it names and is not here is fetched, before it is needed."""
-        self._in_force = prior_refs(plan)
+        self._in_force, self._step = prior_refs(plan), plan.step
         self.corrections.expected = self._ref(self._own).sha256 if self._own in self._uses else ""
         self.holds(plan)
         self._watch_wait()

@@ -76,6 +76,9 @@ def status_line(status: Mapping[str, Any]) -> str:
     corrector = (status.get("priors") or {}).get("corrector") or {}
     if corrector.get("cosine") is not None:
         parts.append(f"corrected to cosine {corrector['cosine']:.3f} (eta {corrector['eta']:.3f})")
+    if (priors := status.get("priors") or {}).get("is_old"):
+        ages = [ref["age"] for ref in priors["in_force"].values() if ref["age"] is not None]
+        parts.append(f"priors {max(ages, default=0)} steps old")
     up = _number(status.get("upload_mbps"), "{:.1f}")
     down = _number(status.get("download_mbps"), "{:.1f}")
     parts.append(f"up {up} down {down} Mbit/s")

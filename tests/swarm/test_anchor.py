@@ -43,9 +43,18 @@ def test_swarm_takes_an_anchors_priors_outlives_it_and_takes_another_anchors(
     wait_for(lambda: passes(anchor) >= 2 and all_use(2), 90.0, "the second priors", swarm)
     swarm.kill("anchor")
     still_trains(swarm)
+    wait_for(
+        lambda: all(any("no newer ones come" in note for note in swarm.members[n].notes) for n in NAMES),
+        90.0,
+        "the age of the priors to be said",
+        swarm,
+    )
+    assert all(priors(swarm, name)["is_old"] for name in NAMES)
     in_force = [version_in_force(swarm, name, 0) for name in NAMES if name[0] in "01"]
     other = swarm.join(None, "other", is_anchor=True, identity=second)
     wait_for(lambda: passes(other) >= 1 and all_use(max(in_force) + 1), 90.0, "the other's priors", swarm)
+    notes = {name: swarm.members[name].notes for name in NAMES}
+    assert all(sum("no newer ones come" in note for note in said) == 1 for said in notes.values())
     still_trains(swarm)
     swarm.signal("other", signal.SIGTERM)
     assert swarm.wait_exits(["other"], 20.0) == {"other": 0}, swarm.report()

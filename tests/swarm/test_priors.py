@@ -96,6 +96,16 @@ def test_right_priors_are_used_and_wrong_ones_refused_counted_and_said_once(
         flipped[-1] ^= 1
         a.offer(0, 3, data, served=bytes(flipped))
         a.offer(1, 3, a.initial(1, 3, mean=torch.zeros(3)))
+        wait_for(counted(swarm, "offers", "stranger", NAMES), 30.0, "the stranger to be counted", swarm)
+        assert all(
+            len([note for note in swarm.members[name].notes if f"{stranger_id[-8:]} offers" in note]) == 1
+            for name in NAMES
+        ), "said once"
+        wait_for(
+            counted(swarm, "counters", "refused_hash", near_0), 60.0, "the flipped bit to be found", swarm
+        )
+        wait_for(counted(swarm, "counters", "refused_file", near_1), 60.0, "the wrong shape", swarm)
+
         # An anchor names, and serves, what a stranger has made.
         a.offer(0, 4, c.initial(0, 4))
         wait_for(
@@ -106,15 +116,6 @@ def test_right_priors_are_used_and_wrong_ones_refused_counted_and_said_once(
             == 1
             for name in near_0
         ), "said once"
-        wait_for(counted(swarm, "offers", "stranger", NAMES), 30.0, "the stranger to be counted", swarm)
-        assert all(
-            len([note for note in swarm.members[name].notes if stranger_id[-8:] in note]) == 1
-            for name in NAMES
-        ), "said once"
-        wait_for(
-            counted(swarm, "counters", "refused_hash", near_0), 60.0, "the flipped bit to be found", swarm
-        )
-        wait_for(counted(swarm, "counters", "refused_file", near_1), 60.0, "the wrong shape", swarm)
 
         # No prior at all, and one with values that nothing can be coded with.
         a.offer(0, 5, a.initial(0, 5, scale=torch.full_like(a.arrays(0)["scale"], -1.0)))

@@ -32,6 +32,19 @@ def test_stage_that_is_no_number_is_refused(text: str) -> None:
         parse_stage(text)
 
 
+def test_anchor_holds_all_stages_one_or_several() -> None:
+    spans = [join.peer_config(options(anchor=True, stage=text)).anchor_span for text in ("all", "2", "0-3")]
+    assert spans == [None, (2, 2), (0, 3)]
+    config = join.peer_config(options(anchor=True, stage="0-3"))
+    assert config.stage is None and decode_config(encode_config(config)) == config
+
+
+@pytest.mark.parametrize("text", ["auto", "3-1", "0-", "-1", "0-1-2", "x", ""])
+def test_anchor_of_no_stages_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--anchor --stage"):
+        join.peer_config(options(anchor=True, stage=text))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
