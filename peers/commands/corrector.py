@@ -91,4 +91,25 @@ def corrector_notes(manifest: RunManifest) -> list[str]:
             f"{2 * manifest.snapshot_every - 1} steps old; it fades from step {config.max_staleness // 2} on and "
             f"counts for nothing after {config.max_staleness} (--corrector-max-staleness)"
         )
+    notes.append(
+        f"note: the corrector's prior of a stage has up to {prior_bytes(manifest) / 1e6:.1f} MB, which each of its "
+        f"replicas fetches at most every {manifest.snapshot_every} steps (--corrector-rank)"
+    )
     return notes
+
+
+def prior_bytes(manifest: RunManifest) -> int:
+    """Bytes of the largest stage's prior, as anchors publish it: U and V in bf16, singular values in fp32."""
+    from peers.compute import model_config
+    from swarm.anchor.factor import factor_rank
+    from swarm.anchor.memory import target_matrices
+    from swarm.model.stage import stage_tensor_names
+
+    rank = None if isinstance(manifest.corrector, NoCorrectorConfig) else manifest.corrector.rank
+    config, largest = model_config(manifest), 0
+    for stage in range(manifest.model.stages):
+        shapes = target_matrices(stage_tensor_names(config, manifest.model.cuts, stage))
+        largest = max(
+            largest, sum((2 * sum(shape) + 4) * factor_rank(shape, rank) for shape in shapes.values())
+        )
+    return largest

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from peers.anchor_figures import AnchorFigures
-from peers.commands.corrector import corrector_config
+from peers.commands.corrector import corrector_config, corrector_notes, prior_bytes
 from peers.commands.init import RunOptions
 from peers.compute import take_step
 from peers.config import UserError
@@ -25,6 +25,7 @@ from swarm.anchor.memory import target_matrices
 from swarm.anchor.prior import SpectralPrior, save_spectral_prior
 from swarm.anchor.prior_file import PriorFileError
 from swarm.anchor.registry import build_corrector
+from swarm.manifest import AnchorSection
 from tests.kit.members import stage_compute, stage_run
 
 SHA = "a" * 64
@@ -174,6 +175,25 @@ def test_senseless_options_are_refused(options: dict[str, Any], message: str) ->
     with pytest.raises(UserError) as caught:
         corrector_config(RunOptions(**options))
     assert message in str(caught.value)
+
+
+def test_notes_tell_an_owner_what_a_corrector_needs_and_costs(compute: Any, tmp_path: Path) -> None:
+    plain = stage_run(tmp_path)
+    assert corrector_notes(plain) == []
+    off = plain.model_copy(update={"corrector": SpectralConfig(alpha=1.0)})
+    assert [note[:5] for note in corrector_notes(off)] == ["note:"]
+    manifest = plain.model_copy(update={"corrector": SpectralConfig(rank=4)})
+    notes = corrector_notes(manifest)
+    assert any(note.startswith("warning: corrector spectral needs the priors of an anchor") for note in notes)
+    assert any("counts for nothing after 30" in note for note in notes)
+    assert sum("MB" in note for note in notes) == 1
+    factors = factors_of(compute).values()
+    assert prior_bytes(manifest) == sum(
+        2 * (each.left.numel() + each.right.numel()) + 4 * each.values.numel() for each in factors
+    )
+    anchored = AnchorSection(peers=("Qm" + "a" * 44,))
+    often = manifest.model_copy(update={"anchors": anchored, "snapshot_every": 10})
+    assert all(note.startswith("note: the corrector's prior of a stage") for note in corrector_notes(often))
 
 
 def test_metrics_follow_the_figures(compute: Any, tmp_path: Path) -> None:
