@@ -28,13 +28,23 @@ from swarm.activation.base import (
     CodecKey,
     Layout,
     Payload,
+    PayloadError,
     TensorSpec,
     check_finite,
     check_payload,
 )
-from swarm.activation.config import BasisConfig, code_budget_bytes
+from swarm.activation.codebook import LEVEL_VALUES, Codebook
+from swarm.activation.config import BasisConfig, code_budget_bits
 from swarm.activation.prediction import TokenPredictor
-from swarm.activation.quantise import WidthTable, dequantise, quantise, rank_tokens, token_scales
+from swarm.activation.quantise import (
+    LARGEST_OFFSET,
+    WidthTable,
+    dequantise,
+    gain_values,
+    quantise,
+    rank_tokens,
+    token_gains,
+)
 from swarm.activation.tokens import TokenTable
 
 
@@ -67,6 +77,7 @@ class _Coder:
     synthesis: Tensor
     scale: Tensor
     table: WidthTable
+    codebook: Codebook
     escape_interval: int
 
     def layout(self, tokens: int) -> Layout:
@@ -74,7 +85,8 @@ class _Coder:
         escaped = tokens // self.escape_interval
         return {
             "codes": TensorSpec(torch.uint8, (self.table.nbytes(tokens - escaped),)),
-            "scales": TensorSpec(torch.bfloat16, (tokens,)),
+            "gains": TensorSpec(torch.uint8, (tokens,)),
+            "gain_offset": TensorSpec(torch.int16, (1,)),
             "escaped": TensorSpec(torch.bfloat16, (escaped, self.centre.shape[0])),
         }
 
@@ -86,26 +98,30 @@ class _Coder:
             centred -= predicted
         centred = centred.to(self.analysis.dtype)
         coordinates = (centred @ self.analysis).float()
-        scales = token_scales(coordinates, self.scale)
-        order = rank_tokens(scales)
+        gains, offset = token_gains(coordinates, self.scale)
+        order = rank_tokens(gains)
         escaped = rows.shape[0] // self.escape_interval
         coded = order[escaped:]
         return {
-            "codes": quantise(coordinates[coded], scales[coded], self.scale, self.table),
-            "scales": scales,
+            "codes": quantise(
+                coordinates[coded], gain_values(gains[coded], offset), self.scale, self.table, self.codebook
+            ),
+            "gains": gains,
+            "gain_offset": offset,
             "escaped": rows[order[:escaped]].to(torch.bfloat16),
         }
 
     def decode(self, payload: Payload, predicted: Tensor | None) -> Tensor:
         """Rows [n, H] in the compute dtype from a checked payload. predicted: as `encode` had it, up to rounding."""
-        scales, dtype = payload["scales"], self.synthesis.dtype
-        order = rank_tokens(scales)
-        escaped = scales.shape[0] // self.escape_interval
-        coordinates = dequantise(payload["codes"], scales[order[escaped:]], self.scale, self.table)
+        gains, dtype = payload["gains"], self.synthesis.dtype
+        order = rank_tokens(gains)
+        escaped = gains.shape[0] // self.escape_interval
+        coded = gain_values(gains[order[escaped:]], payload["gain_offset"])
+        coordinates = dequantise(payload["codes"], coded, self.scale, self.table, self.codebook)
         restored = (coordinates.to(dtype) @ self.synthesis).float() + self.centre
         if predicted is not None:
             restored += predicted.index_select(0, order[escaped:])
-        rows = torch.empty((scales.shape[0], self.centre.shape[0]), dtype=dtype, device=scales.device)
+        rows = torch.empty((gains.shape[0], self.centre.shape[0]), dtype=dtype, device=gains.device)
         rows.index_copy_(0, order[escaped:], restored.to(dtype))
         return rows.index_copy_(0, order[:escaped], payload["escaped"].to(dtype))
 
@@ -113,8 +129,9 @@ class _Coder:
 class BasisCodec(BoundaryCodec):
     """See the module. `prior` is what `fit_basis_prior` returns:
 
-    mean: fp32 [H]; encode, decode: [H, R]; scale: fp32 [R]; widths: integer [C, 4]; gradient_basis: [H, R'];
-    gradient_scale: fp32 [R']; gradient_widths: integer [C, 4]; dense_offsets: integer [n]; with prediction also
+    mean: fp32 [H]; encode, decode: [H, R]; scale: fp32 [R]; widths: integer [C, W]; levels: fp32 [LEVEL_VALUES];
+    gradient_basis: [H, R']; gradient_scale, gradient_widths, gradient_levels alike; dense_offsets: integer [n]; with
+    prediction also
     predict_in [c F, r] and predict_out [r, H], and `tokens`, the run's table. Raises ValueError for missing arrays,
     wrong shapes, or widths that exceed the budget of mask_ratio.
     """
@@ -134,9 +151,9 @@ class BasisCodec(BoundaryCodec):
     ) -> None:
         self.hidden_size = hidden_size
         self.dtype = dtype
-        budget = code_budget_bytes(config.mask_ratio, hidden_size, config.escape_interval)
+        budget = code_budget_bits(config.mask_ratio, hidden_size, config.escape_interval)
         try:
-            check_basis_prior(prior, hidden_size=hidden_size, budget_bytes=budget)
+            check_basis_prior(prior, hidden_size=hidden_size, budget_bits=budget)
             self._predictor: TokenPredictor | None = None
             if config.prediction != "none":
                 if tokens is None:
@@ -148,23 +165,25 @@ class BasisCodec(BoundaryCodec):
             raise ValueError(f"prior of boundary {boundary}: {error}") from error
         self._offsets = prior["dense_offsets"].to(device=device, dtype=torch.int64)
 
-        def coder(centre: Tensor, encode: str, decode: str, scale: str, widths: str) -> _Coder:
+        def coder(centre: Tensor, encode: str, decode: str, prefix: str) -> _Coder:
             return _Coder(
                 centre=centre,
                 analysis=prior[encode].to(device=device, dtype=dtype).contiguous(),
                 synthesis=prior[decode].T.to(device=device, dtype=dtype).contiguous(),
-                scale=prior[scale].to(device=device, dtype=torch.float32),
-                table=WidthTable(prior[widths].tolist()),
+                scale=prior[f"{prefix}scale"].to(device=device, dtype=torch.float32),
+                table=WidthTable(prior[f"{prefix}widths"].tolist()),
+                codebook=Codebook(prior[f"{prefix}levels"].to(device=device, dtype=torch.float32)),
                 escape_interval=config.escape_interval,
             )
 
         mean = prior["mean"].to(device=device, dtype=torch.float32)
         zero = torch.zeros_like(mean)
-        self._forward = coder(mean, "encode", "decode", "scale", "widths")
-        self._backward = coder(zero, "gradient_basis", "gradient_basis", "gradient_scale", "gradient_widths")
+        self._forward = coder(mean, "encode", "decode", "")
+        self._backward = coder(zero, "gradient_basis", "gradient_basis", "gradient_")
 
     def layout(self, key: CodecKey) -> Layout:
-        """`codes` uint8, `scales` bfloat16 [n], `escaped` bfloat16 [n // interval, H], `dense` bfloat16 [m, H].
+        """`codes` uint8, `gains` uint8 [n], `gain_offset` int16 [1], `escaped` bfloat16 [n // interval, H], `dense`
+        bfloat16 [m, H].
 
         m positions are dense, n = B * T - m are ordinary.
         """
@@ -216,7 +235,9 @@ class BasisCodec(BoundaryCodec):
     def _restore(self, coder: _Coder, payload: Payload, key: CodecKey) -> Tensor:
         """[B, T, H] from a payload in one direction. Raises PayloadError."""
         check_payload(payload, self._layout(key, coder))
-        check_finite(payload, ("scales", "escaped", "dense"))
+        check_finite(payload, ("escaped", "dense"))
+        if int(payload["gain_offset"]) > LARGEST_OFFSET:
+            raise PayloadError("payload tensor 'gain_offset' is beyond any finite gain")
         ordinary, dense = self._split(key)
         rows, tokens = key.shape
         output = torch.empty((rows * tokens, self.hidden_size), dtype=self.dtype, device=self._offsets.device)
@@ -235,18 +256,15 @@ class BasisCodec(BoundaryCodec):
         return (~dense).nonzero().squeeze(1), dense.nonzero().squeeze(1)
 
 
-def check_basis_prior(prior: Mapping[str, Tensor], *, hidden_size: int, budget_bytes: int) -> None:
+def check_basis_prior(prior: Mapping[str, Tensor], *, hidden_size: int, budget_bits: int) -> None:
     """Raise ValueError unless arrays fit each other and the hidden size, and codes fit the budget per token."""
-    for basis, scale, widths in (
-        ("encode", "scale", "widths"),
-        ("decode", "scale", "widths"),
-        ("gradient_basis", "gradient_scale", "gradient_widths"),
-    ):
-        missing = {basis, scale, widths, "mean", "dense_offsets"} - set(prior)
+    for basis, prefix in (("encode", ""), ("decode", ""), ("gradient_basis", "gradient_")):
+        scale, widths, levels = f"{prefix}scale", f"{prefix}widths", f"{prefix}levels"
+        missing = {basis, scale, widths, levels, "mean", "dense_offsets"} - set(prior)
         if missing:
             raise ValueError(f"lacks {sorted(missing)}; fit it with fit_basis_prior")
         rank = int(prior[scale].numel())
-        wanted = {basis: (hidden_size, rank), scale: (rank,), "mean": (hidden_size,)}
+        wanted = {basis: (hidden_size, rank), scale: (rank,), "mean": (hidden_size,), levels: (LEVEL_VALUES,)}
         for name, shape in wanted.items():
             if tuple(prior[name].shape) != shape or not prior[name].is_floating_point():
                 raise ValueError(
@@ -255,12 +273,14 @@ def check_basis_prior(prior: Mapping[str, Tensor], *, hidden_size: int, budget_b
                 )
         if not bool((prior[scale] > 0).all()):
             raise ValueError(f"{scale!r} must be positive")
+        if not bool(torch.isfinite(prior[levels]).all()):
+            raise ValueError(f"{levels!r} holds values that are not finite")
         table = WidthTable(prior[widths].tolist())
         if table.coordinates > rank:
             raise ValueError(f"{widths!r} codes {table.coordinates} coordinates, but there are {rank}")
-        if sum(table.token_bytes) > table.classes * budget_bytes:
+        if sum(table.token_bits) > table.classes * budget_bits:
             raise ValueError(
-                f"{widths!r} spends {sum(table.token_bytes) / table.classes:.1f} bytes per token where {budget_bytes} "
+                f"{widths!r} spends {sum(table.token_bits) / table.classes:.1f} bits per token where {budget_bits} "
                 "are allowed; it was fitted for a lower mask_ratio"
             )
     if prior["dense_offsets"].ndim != 1 or prior["dense_offsets"].is_floating_point():

@@ -14,7 +14,10 @@ BF16_BYTES = 2
 """Bytes of one uncoded value: what a mask ratio is measured against."""
 
 SCALE_BYTES = 2
-"""Bytes of a per-token scale (bfloat16) of the int8 mask and of the basis codec."""
+"""Bytes of a per-token scale (bfloat16) of the int8 mask."""
+
+GAIN_BYTES = 1
+"""Bytes of a token's gain code of the basis codec."""
 
 
 Prediction = Literal["none", "token", "context"]
@@ -140,19 +143,20 @@ def prediction_rank(config: BasisConfig, hidden_size: int) -> int:
     return min(config.prediction_rank or max(1, hidden_size // 2), hidden_size)
 
 
-def code_budget_bytes(mask_ratio: float, hidden_size: int, escape_interval: int) -> int:
-    """Mean bytes per coded token that `basis` may spend on codes, after scales and escaped tokens.
+def code_budget_bits(mask_ratio: float, hidden_size: int, escape_interval: int) -> int:
+    """Mean bits per coded token that `basis` may spend on codes, after gains and escaped tokens.
 
-    With n tokens, n // escape_interval of them in full, codes of this mean keep the whole within n budgets:
-    n / I * 2 H + n (1 - 1 / I) * codes + n * scale <= n * budget. Raises ValueError when less than a byte is left.
+    With n tokens, n // escape_interval of them in full, codes of this mean keep the whole within n budgets of
+    (1 - p) * 2 H bytes, and 3 bytes:  n / I * 2 H + n (1 - 1 / I) * codes + n * gain <= n * budget. Raises ValueError
+    when less than a byte is left.
     """
-    budget = token_budget_bytes(mask_ratio, hidden_size)
-    rest = escape_interval * (budget - SCALE_BYTES) - BF16_BYTES * hidden_size
+    budget = kept_permille(mask_ratio) * 8 * BF16_BYTES * hidden_size // 1000
+    rest = escape_interval * (budget - 8 * GAIN_BYTES) - 8 * BF16_BYTES * hidden_size
     codes = rest // (escape_interval - 1)
-    if codes < 1:
+    if codes < 8:
         raise ValueError(
-            f"mask_ratio {mask_ratio} leaves {budget} bytes per token at hidden size {hidden_size}, too few for a "
-            f"scale, coordinates and one token in {escape_interval} in full; lower mask_ratio or raise "
+            f"mask_ratio {mask_ratio} leaves {budget} bits per token at hidden size {hidden_size}, too few for a "
+            f"gain, coordinates and one token in {escape_interval} in full; lower mask_ratio or raise "
             "escape_interval"
         )
     return codes

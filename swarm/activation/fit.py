@@ -14,13 +14,14 @@ eigenvectors of A itself. In both bases `allocate` then decides on the bits of e
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from swarm.activation.allocate import fit_width_table
-from swarm.activation.config import BasisConfig, code_budget_bytes
+from swarm.activation.allocate import fit_codes
+from swarm.activation.config import BasisConfig, code_budget_bits
 from swarm.activation.prediction import fit_prediction
 
 _SMALLEST_VARIANCE = 1e-12
@@ -66,8 +67,8 @@ def fit_basis_prior(
 
     hidden, gradient: float [n, H], states and loss gradients of the same tokens, at any scale. offsets: int64 [n],
     distances from the document start. features: float [n, c F], None without prediction. Returns mean fp32 [H], less
-    what the features predict on average; encode and decode bf16 [H, R], scale fp32 [R], widths int32 [C, 4];
-    gradient_basis bf16 [H, R'], gradient_scale fp32 [R'], gradient_widths int32 [C, 4]; dense_offsets int64; with
+    what the features predict on average; encode and decode bf16 [H, R], scale fp32 [R], widths int32 [C, W];
+    gradient_basis bf16 [H, R'], gradient_scale fp32 [R'], gradient_widths int32 [C, W]; dense_offsets int64; with
     prediction predict_in bf16 [c F, r], predict_out bf16 [r, H]. Needs a few H^3 and (c F)^3 of float64 work and
     memory for n * (H + c F) numbers. Raises ValueError for fewer than two ordinary tokens, shapes that differ,
     features without prediction or the reverse, or a sample that is not finite.
@@ -133,9 +134,11 @@ def fit_basis_prior(
         "decode": forward.decode,
         "scale": forward.scale,
         "widths": forward.widths,
+        "levels": forward.levels,
         "gradient_basis": backward.encode,
         "gradient_scale": backward.scale,
         "gradient_widths": backward.widths,
+        "gradient_levels": backward.levels,
         "dense_offsets": dense_offsets,
         **predictor,
     }
@@ -143,12 +146,13 @@ def fit_basis_prior(
 
 @dataclass(frozen=True, slots=True)
 class _Direction:
-    """One direction's half of a prior: encode, decode bf16 [H, R]; scale fp32 [R]; widths int32 [C, 4]."""
+    """One direction's half of a prior: encode, decode bf16 [H, R]; scale fp32 [R]; widths int32 [C, W]."""
 
     encode: Tensor
     decode: Tensor
     scale: Tensor
     widths: Tensor
+    levels: Tensor
 
 
 def _direction(
@@ -161,22 +165,23 @@ def _direction(
     hidden_size = samples.shape[1]
     scale = _standard_deviations(variances)
     coordinates = (samples @ encode).float()
-    used = hidden_size
-    # Cutting columns off changes the tokens' scales a little, so the table is fitted again without them.
-    for _ in range(2):
-        table = fit_width_table(
-            coordinates[:, :used],
-            scale[:used],
-            classes=config.token_classes,
-            budget_bytes=code_budget_bytes(config.mask_ratio, hidden_size, config.escape_interval),
-            escape_interval=config.escape_interval,
-        )
-        used = max(table.coordinates, 1)
+    fit = functools.partial(
+        fit_codes,
+        classes=config.token_classes,
+        budget_bits=code_budget_bits(config.mask_ratio, hidden_size, config.escape_interval),
+        escape_interval=config.escape_interval,
+    )
+    codes = fit(coordinates, scale)
+    used = max(codes.table.coordinates, 1)
+    if used < hidden_size:
+        # Cutting columns off changes the tokens' gains a little, so the table is fitted again without them.
+        codes = fit(coordinates[:, :used], scale[:used], known=codes)
     return _Direction(
         encode=encode[:, :used].to(torch.bfloat16).contiguous(),
         decode=decode[:, :used].to(torch.bfloat16).contiguous(),
         scale=scale[:used].clone(),
-        widths=torch.tensor(table.counts, dtype=torch.int32),
+        widths=torch.tensor(codes.table.counts, dtype=torch.int32),
+        levels=codes.levels,
     )
 
 

@@ -1,45 +1,63 @@
-"""Mixed-width quantisation of coordinates, with one scale per token and a layout fixed by the prior.
+"""Mixed-width quantisation of coordinates, with one gain per token and a layout fixed by the prior.
 
-A token's scale is the rms of its coordinates in units of their standard deviations; coordinate k is then
-normal with deviation (token scale * coordinate scale k), about, and is rounded to 2^w levels around zero
-(uniform mid-rise) at the step that suits w. Bits go where they lower the error most:
+A token's gain is the rms of its coordinates in units of their standard deviations; a coordinate divided by
+gain and deviation is then of unit size, whatever token and direction it comes from. Such values are trellis
+coded (`trellis`) at 8 to 1 bits each, or as a pair at one bit, with levels learned from samples. Bits go where
+they lower the error most:
 
-- over coordinates: those of large variance get 8, 4, 2 or 1 bits, the rest none (reverse water-filling);
-- over tokens: they are ranked by scale and cut into C classes of equal size, of which each has its own
-  numbers of 8-, 4-, 2- and 1-bit coordinates. Gradients of tokens span two orders of magnitude, so this
-  halves their error.
+- over coordinates: those of large variance get many, those of small variance none (reverse water-filling);
+- over tokens: they are ranked by gain and cut into C classes, of which each has its own numbers of coordinates
+  of every width. Gradients of tokens span two orders of magnitude, so this halves their error.
 
-The `WidthTable` of these numbers stands in the prior. With N tokens, class c holds the ranks from c N // C to
-(c + 1) N // C, so the size of everything follows from N alone. Ranks are taken from the bit patterns of the
-scales that travel, an integer comparison, so both ends always agree.
+The `WidthTable` of these numbers stands in the prior, and the sizes of the classes follow from N, so the size of
+everything follows from N alone. Ranks are taken from the integer gain codes that travel, so both ends always
+agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-WIDTHS = (8, 4, 2, 1)
-"""Bits of a coded coordinate, in the order of a table's columns."""
+from swarm.activation.codebook import WIDTHS, Codebook
+from swarm.activation.trellis import SUBSETS, best_path, subsets
 
-_STEPS = {8: 0.0625, 4: 0.3352, 2: 0.9957, 1: 1.596}
-"""Step per standard deviation. 1 to 4 bits: the optimum for a normal distribution (Max, "Quantizing for minimum
-distortion", 1960). 8 bits go to the leading, heavy-tailed coordinates: twice the optimum, to reach 8
-deviations."""
+_STEPS = 128
+"""Steps of a lane: long enough for its fixed first state not to matter, short enough for many lanes."""
 
+_OCTAVE = 8
+"""Gain codes per octave."""
 
-_SMALLEST_SCALE = 1e-30
+_LARGEST = 1 << 14
+"""Exponent, in gain codes, of what is no finite number; 2^(_LARGEST / _OCTAVE) overflows fp32."""
+
+LARGEST_OFFSET = 96 * _OCTAVE - 255
+"""Of a payload: gains up to 2^96, which leaves the restored values room in fp32."""
+
+_SMALLEST_GAIN = 1e-30
 """Divisor for tokens that are zero, such as gradients of tokens nothing depends on."""
 
 
-class WidthTable:
-    """How many coordinates of each width the tokens of each class get.
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Coordinates that one class codes at one width: where they are, and where their steps begin in the stream."""
 
-    counts: C rows of numbers of 8-, 4-, 2- and 1-bit coordinates, in this order and in the order of the
-    coordinates. Every number fills whole bytes, and classes are ordered by bytes, the richest first.
-    Raises ValueError for counts that break this.
+    width: int
+    ranks: slice
+    coordinates: slice
+    steps: slice
+
+
+class WidthTable:
+    """How many coordinates the tokens of each class get at each width.
+
+    counts: C rows, one count per entry of WIDTHS, in this order and in the order of the coordinates. Classes are
+    ordered by bits, the richest first. Raises ValueError for counts that break this, or half a pair.
     """
 
     def __init__(self, counts: Sequence[Sequence[int]]) -> None:
@@ -49,13 +67,14 @@ class WidthTable:
         for row in self.counts:
             if len(row) != len(WIDTHS) or any(n < 0 for n in row):
                 raise ValueError(f"width table row {row} must be {len(WIDTHS)} counts")
-            if any(n * width % 8 for n, width in zip(row, WIDTHS, strict=True)):
-                raise ValueError(f"width table row {row} does not fill whole bytes")
-        self.token_bytes = tuple(
-            sum(n * width // 8 for n, width in zip(row, WIDTHS, strict=True)) for row in self.counts
+            if any(n % width.span for n, width in zip(row, WIDTHS, strict=True)):
+                raise ValueError(f"width table row {row} splits a pair")
+        self.token_bits = tuple(
+            sum(n // width.span * width.bits for n, width in zip(row, WIDTHS, strict=True))
+            for row in self.counts
         )
-        if list(self.token_bytes) != sorted(self.token_bytes, reverse=True):
-            raise ValueError(f"width table classes must not grow in bytes, got {self.token_bytes}")
+        if list(self.token_bits) != sorted(self.token_bits, reverse=True):
+            raise ValueError(f"width table classes must not grow in bits, got {self.token_bits}")
 
     @property
     def classes(self) -> int:
@@ -72,96 +91,160 @@ class WidthTable:
         return [index * tokens // self.classes for index in range(self.classes + 1)]
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of all codes of `tokens` tokens: never more than tokens times the classes' mean."""
+        """Bytes of all codes of `tokens` tokens: at most tokens times the classes' mean, rounded up."""
         edges = self.edges(tokens)
-        return sum((edges[c + 1] - edges[c]) * size for c, size in enumerate(self.token_bytes))
+        bits = sum((edges[c + 1] - edges[c]) * size for c, size in enumerate(self.token_bits))
+        return (bits + 7) // 8
 
-    def blocks(self, tokens: int) -> Iterator[tuple[slice, slice, int, slice]]:
-        """Blocks of equal width in the order of their bytes: (ranks, coordinates, width, bytes)."""
+    def blocks(self, tokens: int) -> Iterator[Block]:
+        """Blocks in the order of their steps: by falling width, then by class."""
         edges = self.edges(tokens)
-        first_byte = 0
-        for c, row in enumerate(self.counts):
-            first = 0
-            for count, width in zip(row, WIDTHS, strict=True):
-                size = (edges[c + 1] - edges[c]) * count * width // 8
-                if size:
-                    yield (
-                        slice(edges[c], edges[c + 1]),
-                        slice(first, first + count),
-                        width,
-                        slice(first_byte, first_byte + size),
+        step = 0
+        for index, width in enumerate(WIDTHS):
+            for c, row in enumerate(self.counts):
+                first = sum(row[:index])
+                steps = (edges[c + 1] - edges[c]) * (row[index] // width.span)
+                if steps:
+                    yield Block(
+                        width=index,
+                        ranks=slice(edges[c], edges[c + 1]),
+                        coordinates=slice(first, first + row[index]),
+                        steps=slice(step, step + steps),
                     )
-                first += count
-                first_byte += size
+                step += steps
 
 
-def token_scales(coordinates: Tensor, coordinate_scale: Tensor) -> Tensor:
-    """Rms of every token's coordinates over their scales: bfloat16 [n] from float32 [n, R] and [R]."""
-    return (coordinates / coordinate_scale).square().mean(dim=1).sqrt().to(torch.bfloat16)
+def token_gains(coordinates: Tensor, coordinate_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Gain codes uint8 [n] and their offset int16 [1] of float32 [n, R], given deviations [R].
+
+    A gain is the rms of a token's coordinates over their deviations, 2^((code + offset) / 8); the offset puts the
+    largest gain of the microbatch at 255, and what lies 32 octaves lower at 0. A gain that is not finite raises
+    the offset beyond any float, so that the other end sees it.
+    """
+    gains = (coordinates / coordinate_scale).square().mean(dim=1).sqrt()
+    exponents = (gains.log2() * _OCTAVE).round().clamp(-_LARGEST, _LARGEST).nan_to_num(_LARGEST)
+    if not exponents.numel():
+        return exponents.to(torch.uint8), torch.zeros(1, dtype=torch.int16, device=gains.device)
+    offset = exponents.max() - 255
+    return (exponents - offset).clamp_min(0).to(torch.uint8), offset.to(torch.int16).view(1)
 
 
-def unit_scales(scales: Tensor, coordinate_scale: Tensor) -> Tensor:
-    """Standard deviation expected of every coordinate: positive float32 [n, R] from bfloat16 [n] and [R]."""
-    return scales.float().clamp_min(_SMALLEST_SCALE).unsqueeze(1) * coordinate_scale
+def gain_values(codes: Tensor, offset: Tensor) -> Tensor:
+    """Gains float32 [n] from `token_gains`' codes and offset; infinite for codes that were not finite."""
+    return torch.exp2((codes.float() + offset.float()) / _OCTAVE)
 
 
-def rank_tokens(scales: Tensor) -> Tensor:
-    """Token indices by falling scale, ties by index: int64 [n] from bfloat16 [n]."""
-    # Non-negative floats order as their bit patterns do; integers leave no room for a device's opinion.
-    return scales.view(torch.int16).argsort(descending=True, stable=True)
+def rank_tokens(codes: Tensor) -> Tensor:
+    """Token indices by falling gain, ties by index: int64 [n] from gain codes uint8 [n]."""
+    return codes.argsort(descending=True, stable=True)
 
 
-def to_levels(normed: Tensor, width: int) -> Tensor:
-    """Levels 0 .. 2^width - 1 as uint8, from coordinates in standard deviations (float32, any shape)."""
-    half = 1 << (width - 1)
-    return (normed / _STEPS[width]).floor_().clamp_(-half, half - 1).add_(half).to(torch.uint8)
-
-
-def from_levels(levels: Tensor, width: int) -> Tensor:
-    """Coordinates in standard deviations, float32, from levels."""
-    return levels.float().add_(0.5 - (1 << (width - 1))).mul_(_STEPS[width])
-
-
-def quantise(coordinates: Tensor, scales: Tensor, coordinate_scale: Tensor, table: WidthTable) -> Tensor:
+def quantise(
+    coordinates: Tensor, gains: Tensor, coordinate_scale: Tensor, table: WidthTable, codebook: Codebook
+) -> Tensor:
     """Codes uint8 [table.nbytes(n)] of tokens in the order of `rank_tokens`.
 
-    coordinates: float32 [n, R], R >= table.coordinates. scales: bfloat16 [n], as they travel. coordinate_scale:
+    coordinates: float32 [n, R], R >= table.coordinates. gains: float32 [n], as they travel. coordinate_scale:
     float32 [R], positive.
     """
-    normed = coordinates / unit_scales(scales, coordinate_scale)
-    codes = torch.empty(table.nbytes(normed.shape[0]), dtype=torch.uint8, device=coordinates.device)
-    for ranks, columns, width, where in table.blocks(normed.shape[0]):
-        codes[where] = _pack(to_levels(normed[ranks, columns], width), width).reshape(-1)
-    return codes
+    normed = coordinates / (gains.clamp_min(_SMALLEST_GAIN).unsqueeze(1) * coordinate_scale)
+    blocks = list(table.blocks(coordinates.shape[0]))
+    if not blocks:
+        return torch.empty(0, dtype=torch.uint8, device=coordinates.device)
+    values = [
+        (index, torch.cat([normed[b.ranks, b.coordinates].reshape(-1) for b in part]).view(-1, span))
+        for index, _, span, part in _by_width(blocks)
+    ]
+    path, _, places = trellis_code(values, codebook)
+    planes = [path]
+    for bit, end in enumerate(_plane_ends(blocks)):
+        planes.append((places[:end] >> bit) & 1)
+    return _pack(torch.cat(planes))
 
 
-def dequantise(codes: Tensor, scales: Tensor, coordinate_scale: Tensor, table: WidthTable) -> Tensor:
+def trellis_code(values: Sequence[tuple[int, Tensor]], codebook: Codebook) -> tuple[Tensor, Tensor, Tensor]:
+    """Path bits, subsets and places in the subset, all uint8 [k], that approach values best.
+
+    values: pieces of the stream, each with its index in WIDTHS and float32 [steps, span]; k steps in all, at least
+    one.
+    """
+    ends = list(accumulate(value.shape[0] for _, value in values))
+    steps = ends[-1]
+    shape = _lane_shape(steps)
+    distances = torch.zeros((SUBSETS, shape[0] * shape[1]), dtype=torch.float32, device=values[0][1].device)
+    for (index, value), end in zip(values, ends, strict=True):
+        codebook.distances(index, value, distances[:, end - value.shape[0] : end])
+    path = best_path(distances.view(SUBSETS, *shape))
+    chosen = subsets(path).view(-1)[:steps]
+    parts = zip(values, ends, strict=True)
+    places = [codebook.choose(i, value, chosen[end - value.shape[0] : end]) for (i, value), end in parts]
+    return path.view(-1)[:steps], chosen, torch.cat(places)
+
+
+def dequantise(
+    codes: Tensor, gains: Tensor, coordinate_scale: Tensor, table: WidthTable, codebook: Codebook
+) -> Tensor:
     """Coordinates float32 [n, R] from `quantise`'s codes, in the same order; uncoded ones are 0.
 
     All bytes are valid codes.
     """
-    tokens = scales.shape[0]
+    tokens = gains.shape[0]
     coordinates = torch.zeros((tokens, coordinate_scale.shape[0]), dtype=torch.float32, device=codes.device)
-    for ranks, columns, width, where in table.blocks(tokens):
-        levels = _unpack(codes[where].view(ranks.stop - ranks.start, -1), width)
-        coordinates[ranks, columns] = from_levels(levels, width)
-    return coordinates.mul_(scales.float().unsqueeze(1)).mul_(coordinate_scale)
+    blocks = list(table.blocks(tokens))
+    if not blocks:
+        return coordinates
+    steps = blocks[-1].steps.stop
+    bits = _unpack(codes)
+    shape = _lane_shape(steps)
+    path = torch.zeros(shape[0] * shape[1], dtype=torch.uint8, device=codes.device)
+    path[:steps] = bits[:steps]
+    numbers = subsets(path.view(shape)).view(-1)[:steps].to(torch.int16)
+    first = steps
+    for bit, end in enumerate(_plane_ends(blocks)):
+        numbers[:end] |= bits[first : first + end].to(torch.int16) << (bit + 2)
+        first += end
+    for index, where, _, part in _by_width(blocks):
+        restored = codebook.restore(index, numbers[where]).view(-1)
+        done = 0
+        for b in part:
+            target = coordinates[b.ranks, b.coordinates]
+            target.copy_(restored[done : done + target.numel()].view(target.shape))
+            done += target.numel()
+    return coordinates.mul_(gains.unsqueeze(1)).mul_(coordinate_scale)
 
 
-def _pack(levels: Tensor, width: int) -> Tensor:
-    """Levels uint8 [n, m] to bytes [n, m * width / 8], the first level in the lowest bits."""
-    if width == 8:
-        return levels
-    lanes = levels.view(levels.shape[0], -1, 8 // width)
-    packed = lanes[:, :, 0].clone()
-    for lane in range(1, 8 // width):
-        packed |= lanes[:, :, lane] << (lane * width)
+def _lane_shape(steps: int) -> tuple[int, int]:
+    """Steps per lane and lanes, [T, L]: step k of the stream is step k // L of lane k % L. The last row may be cut."""
+    lanes = -(-steps // _STEPS)
+    return -(-steps // lanes), lanes
+
+
+def _by_width(blocks: Sequence[Block]) -> Iterator[tuple[int, slice, int, list[Block]]]:
+    """Blocks of each width: its index, its steps, coordinates per step, and the blocks."""
+    for index, group in groupby(blocks, key=lambda block: block.width):
+        part = list(group)
+        yield index, slice(part[0].steps.start, part[-1].steps.stop), WIDTHS[index].span, part
+
+
+def _plane_ends(blocks: Sequence[Block]) -> list[int]:
+    """Steps that have a second bit, a third, and so on: a prefix of all steps each."""
+    bits = WIDTHS[blocks[0].width].bits
+    return [
+        max(block.steps.stop for block in blocks if WIDTHS[block.width].bits > bit) for bit in range(1, bits)
+    ]
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """Bits uint8 [n] to bytes [ceil(n / 8)]: bit i of byte b is number i * bytes + b, so nothing is strided."""
+    size = (bits.numel() + 7) // 8
+    lanes = functional.pad(bits, (0, 8 * size - bits.numel())).view(8, size)
+    packed = lanes[0].clone()
+    for lane in range(1, 8):
+        packed |= lanes[lane] << lane
     return packed
 
 
-def _unpack(packed: Tensor, width: int) -> Tensor:
-    """Inverse of `_pack`: bytes [n, b] to levels uint8 [n, 8 b / width]."""
-    if width == 8:
-        return packed
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(2) >> shifts).bitwise_and_((1 << width) - 1).flatten(1)
+def _unpack(packed: Tensor) -> Tensor:
+    """Inverse of `_pack`, with the padding: uint8 [8 b] from bytes [b]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).unsqueeze(1)
+    return (packed >> shifts).bitwise_and_(1).view(-1)

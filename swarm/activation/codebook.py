@@ -1,0 +1,127 @@
+"""Levels of the trellis-coded quantiser at every width, and which of them is nearest to a value.
+
+A width spends `bits` on a step of `span` coordinates and has 2^(bits + 1) levels of that many numbers; level
+4 i + j is the i-th of subset j (see `trellis`). Levels are learned from samples, for hidden states and gradients
+have heavier tails than a normal distribution, and stand in the prior.
+
+The nearest level of a subset is read from a table over a grid of values, denser near zero. Between grid points
+it may name the second nearest; that costs the encoder next to nothing, and the decoder nothing at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm.activation.trellis import SUBSETS
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """Bits of a step, and how many coordinates it codes."""
+
+    bits: int
+    span: int
+
+    @property
+    def levels(self) -> int:
+        """Levels, of `span` numbers each."""
+        return 2 << self.bits
+
+
+WIDTHS = (*(Width(bits, 1) for bits in range(8, 0, -1)), Width(1, 2))
+"""In the order of a table's columns and of the stream: a plane of bits covers a prefix of the steps."""
+
+LEVEL_VALUES = sum(width.levels * width.span for width in WIDTHS)
+"""Numbers in the levels of a prior: those of every width one after the other."""
+
+_PAIR_LEVELS = ((-0.81, 0.42), (-0.42, -0.81), (0.81, -0.42), (0.42, 0.81))
+"""A square, tilted: the best four points found for pairs of normal values."""
+
+_COMPANDING = {1: (1.6, 1.7), 2: (1.6, 1.7), 3: (1.8, 1.5), 4: (1.4, 1.3)}
+_COMPANDING_WIDE = (1.2, 1.18)
+"""Default levels c x / (l - |x|), x in equal parts of -1 .. 1, by bits: c and l."""
+
+_CELLS = 1024
+"""Cells of the grid on which the nearest level is tabulated."""
+
+
+class Codebook:
+    """levels: float32 [LEVEL_VALUES]; for a width of one coordinate they rise. Raises ValueError for another size.
+
+    Any finite levels decode; a bad codebook is only a bad one.
+    """
+
+    def __init__(self, levels: Tensor) -> None:
+        if tuple(levels.shape) != (LEVEL_VALUES,):
+            raise ValueError(f"levels must be [{LEVEL_VALUES}], got {tuple(levels.shape)}")
+        self._levels = split_levels(levels.float())
+        centres = _cell_centres(levels.device).expand(SUBSETS, -1).contiguous()
+        # Per width of one coordinate: for every subset and cell the place in the subset, and the level there.
+        self._places: list[Tensor] = []
+        self._nearest: list[Tensor] = []
+        for width, table in zip(WIDTHS, self._levels, strict=True):
+            if width.span == 1:
+                subset = table.view(-1, SUBSETS).T.contiguous()
+                middles = (subset[:, 1:] + subset[:, :-1]) / 2
+                places = torch.searchsorted(middles.contiguous(), centres)
+                self._places.append(places.to(torch.uint8))
+                self._nearest.append(subset.gather(1, places))
+
+    def distances(self, index: int, values: Tensor, out: Tensor) -> None:
+        """Squared distance of every step's values to the nearest level of each subset, into `out` [4, k].
+
+        index: of the width in WIDTHS. values: float32 [k, span], in units of their expected deviation.
+        """
+        if WIDTHS[index].span > 1:
+            torch.sum((values - self._levels[index].unsqueeze(1)).square_(), dim=2, out=out)
+            return
+        value, cells = values.squeeze(1), _cells(values.squeeze(1))
+        for subset in range(SUBSETS):
+            torch.sub(value, self._nearest[index][subset].index_select(0, cells), out=out[subset])
+        out.square_()
+
+    def choose(self, index: int, values: Tensor, subsets: Tensor) -> Tensor:
+        """Place of the nearest level in each step's subset: uint8 [k]. subsets: uint8 [k]."""
+        if WIDTHS[index].levels == SUBSETS:
+            return torch.zeros_like(subsets)
+        places = self._places[index].view(-1)
+        return places.index_select(0, _cells(values.squeeze(1)).add_(subsets, alpha=_CELLS))
+
+    def restore(self, index: int, numbers: Tensor) -> Tensor:
+        """Values float32 [k, span] of levels 4 * place + subset, integer [k]."""
+        return self._levels[index].index_select(0, numbers.int())
+
+
+def split_levels(levels: Tensor) -> list[Tensor]:
+    """[LEVEL_VALUES] as [levels, span] of every width."""
+    parts = torch.split(levels, [width.levels * width.span for width in WIDTHS])
+    return [part.view(-1, width.span) for part, width in zip(parts, WIDTHS, strict=True)]
+
+
+def default_levels() -> Tensor:
+    """Levels for a normal distribution with somewhat heavier tails, float32 [LEVEL_VALUES]: where learning starts."""
+    parts = []
+    for width in WIDTHS:
+        if width.span > 1:
+            parts.append(torch.tensor(_PAIR_LEVELS).reshape(-1))
+            continue
+        # Equal parts of a companded axis: at high rate the best density is that of the values to the power 1/3.
+        part = (2 * torch.arange(width.levels) + 1.0) / width.levels - 1.0
+        slope, limit = _COMPANDING.get(width.bits, _COMPANDING_WIDE)
+        parts.append(slope * part / (limit - part.abs()))
+    return torch.cat(parts)
+
+
+def _cells(values: Tensor) -> Tensor:
+    """Cell of every value, int32: x / (1 + |x|) in equal parts. Anything that is no number falls in a cell too."""
+    part = values / values.abs().add_(1.0)
+    return part.nan_to_num_(0.0).add_(1.0).mul_(_CELLS / 2).clamp_(0, _CELLS - 1).int()
+
+
+def _cell_centres(device: torch.device) -> Tensor:
+    """The value in the middle of every cell: float32 [_CELLS]."""
+    part = (torch.arange(_CELLS, device=device) + 0.5) / (_CELLS / 2) - 1.0
+    return part / (1.0 - part.abs())
