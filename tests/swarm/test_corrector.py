@@ -115,7 +115,7 @@ def test_wrong_priors_are_refused_and_a_joiner_corrects_as_the_others_did(
         compute="fp32",
         corrector="spectral",
         corrector_rank=8,
-        corrector_max_staleness=400,
+        corrector_max_staleness=200,
         anchor_peers=(anchor_id,),
         snapshot_every=50,
     )
