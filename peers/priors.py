@@ -44,6 +44,7 @@ from swarm.plan import Plan
 logger = logging.getLogger("swarm_peer.priors")
 HELD = 4
 """Priors per part that are held: those of the steps around the current one, the next, and for those who catch up."""
+RETRY_S = 0.5
 AGAIN_S = 5.0
 """A prior that nobody gave is asked for again after so long."""
 
@@ -257,20 +258,20 @@ class Priors:
     async def correct_by(self, sha256: str, deadline_s: float) -> Correct | None:
         """What corrects by the prior with this hash; fetched if it is not here.
 
-        Raises TransferError if nobody gave it in time.
+        deadline_s: within which a transfer must have begun; one that goes on may take longer. Raises TransferError if
+        nobody gives it.
         """
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not self.corrections.holds(sha256):
-                    if self._own not in self._uses:
-                        raise TransferError("this run's corrector has no priors")
-                    came = self._came
-                    self._want(self._own, sha256, is_urgent=True)
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(AGAIN_S):
-                            await came.wait()
-        except TimeoutError as error:
-            raise TransferError(f"nobody gave the corrector's prior {sha256[:12]}") from error
+        deadline = time.monotonic() + deadline_s
+        while not self.corrections.holds(sha256):
+            if self._own in self._uses:
+                self._want(self._own, sha256, is_urgent=True)
+            fetching = self._fetching.get(sha256)
+            if fetching is not None:
+                await asyncio.wait([fetching])
+            elif time.monotonic() > deadline or self._own not in self._uses:
+                raise TransferError(f"nobody gives the corrector's prior {sha256[:12]}")
+            else:
+                await asyncio.sleep(RETRY_S)
         return self.corrections.of(sha256)
 
     async def wait(self, plan: Plan) -> bool:
