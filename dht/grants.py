@@ -36,7 +36,7 @@ class AnchorGrant(BaseModel):
     """Anchors beside the manifest's.
 
     number: of grants of one run the one with the highest counts. peers: who may publish priors, after the
-    manifest's anchors, in this order. revoked: anchors of the manifest whose priors count no more.
+    manifest's anchors, in this order. revoked: former anchors, whose priors count no more.
     owner_public_key, signature: Ed25519, hex.
     """
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
@@ -39,6 +40,8 @@ LOAD_S = 1800.0
 """From opening a pass to its weights being loaded everywhere; an anchor that dies is found by its stream's end."""
 FRAME_S = 300.0
 """From a microbatch's forward to its gradient, through all anchors behind."""
+STREAMS, STREAMS_PER_PEER = 64, 4
+"""On which passes may be opened here at the same time, by all and by one peer."""
 MAX_VERSION = 2**53
 _STREAM_ERRORS = (
     ControlFailure,
@@ -101,6 +104,7 @@ class AnchorCircuit:
         self._anchors, self._addresses = anchors, addresses
         self._traffic, self._work, self._on_abandoned = traffic, work, on_abandoned
         self._me = p2p.peer_id.to_base58()
+        self._streams: Counter[str] = Counter()
         self._current: tuple[str, asyncio.Task[None]] | None = None
 
     async def start(self) -> None:
@@ -124,9 +128,14 @@ class AnchorCircuit:
         """A pass that the anchor before this one opens."""
         sender: str = info.peer_id.to_base58()
         before = _Neighbour(reader, writer, self._traffic)
+        self._streams[sender] += 1
         try:
             async with _errors():
+                if self._streams[sender] > STREAMS_PER_PEER or self._streams.total() > STREAMS:
+                    raise PassError("too many passes are opened at once")
                 header = (await before.expect("open", LIMITS.hello_s)).header
+                if sender not in self._anchors():
+                    raise PassError(f"{sender[-8:]} is no anchor of this run")
                 version = need_count(header, "version", MAX_VERSION)
                 legs, place = self._place(header, sender)
                 if self._current is not None and self._current[0] == sender:
@@ -140,6 +149,8 @@ class AnchorCircuit:
             logger.warning("no pass with %s: %s", sender[-8:], error)
             await before.refuse(str(error))
         finally:
+            self._streams[sender] -= 1
+            self._streams += Counter()  # forgets those at 0
             before.close()
 
     def _place(self, header: dict[str, Any], sender: str) -> tuple[tuple[Leg, ...], int]:

@@ -51,7 +51,9 @@ def write_grant(directory: Path, grant: AnchorGrant) -> None:
 
 
 class Grants:
-    """See the module. anchors: peer ids whose priors count, the first most. Lives in the communication loop."""
+    """See the module. anchors: peer ids whose priors count, the first most. former: those that the owner has revoked.
+    Lives in the communication loop.
+    """
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class Grants:
         note: Callable[[str], None],
     ) -> None:
         self.anchors = manifest.anchors.peers
+        self.former: tuple[str, ...] = ()
         self.grant: AnchorGrant | None = None
         self._manifest, self._directory, self._identity = manifest, directory, identity
         self._board, self._is_seed, self._note = board, is_seed, note
@@ -127,6 +130,7 @@ class Grants:
             return False
         self.grant = grant
         before, self.anchors = self.anchors, grant.order(self._manifest.anchors.peers)
+        self.former = grant.revoked
         for what, peers in (
             ("granted", set(self.anchors) - set(before)),
             ("revoked", set(before) - set(self.anchors)),

@@ -72,7 +72,7 @@ def write_prior(directory: Path, part: PriorPart, data: bytes) -> tuple[str, Pat
 
 class Priors:
     """See the module. codecs: of the boundaries this peer codes at, by boundary. corrections: of its stage. anchors:
-    whose priors count, now.
+    whose priors count, now. former: whose priors counted once.
 
     counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this part's
     prior by form or shapes; arrays: values that nothing can be made of; publisher: no anchor has made it). waited_s:
@@ -96,10 +96,11 @@ class Priors:
         tasks: asyncio.TaskGroup,
         note: Callable[[str], None],
         anchors: Callable[[], tuple[str, ...]],
+        former: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.bytes_fetched = 0
-        self._anchors = anchors
+        self._anchors, self._former = anchors, former
         self.corrections = corrections
         self.on_came: Callable[[], None] = lambda: None
         self._parts = parts_of(manifest)
@@ -319,7 +320,7 @@ class Priors:
                 limit_bytes=MAX_PRIOR_BYTES,
                 is_urgent=is_urgent,
             )
-            made = await asyncio.to_thread(self._load, part, path)
+            made = await asyncio.to_thread(self._load, part, path, is_urgent)
         except (TransferError, ValueError, OSError) as error:
             self._refuse(part, sha256, error)
             return
@@ -330,10 +331,12 @@ class Priors:
         self._came = asyncio.Event()
         self.on_came()
 
-    def _load(self, part: PriorPart, path: Path) -> Any:
-        """What the prior in a file gives, if an anchor has made it."""
+    def _load(self, part: PriorPart, path: Path, is_named: bool) -> Any:
+        """What the prior in a file gives, if an anchor has made it. is_named: by a plan: then it may be of an anchor
+        that was revoked since, as the others work with it until it is replaced.
+        """
         publisher = publisher_of(read_bounded(path, MAX_PRIOR_BYTES), self._manifest.run_id)
-        if publisher not in self._anchors():
+        if publisher not in self._anchors() and not (is_named and publisher in self._former()):
             raise UntrustedPriorError(f"{publisher[-8:]} made it, who is no anchor of this run")
         return self._uses[part].load(path)
 

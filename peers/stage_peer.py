@@ -155,6 +155,7 @@ class StagePeer:
             tasks=tasks,
             note=note,
             anchors=lambda: self._grants.anchors,
+            former=lambda: self._grants.former,
         )
         catchup = CatchUp(
             manifest=self._manifest,

@@ -40,10 +40,12 @@ def grant_anchors(run_dir: Path, granted: Sequence[str], revoked: Sequence[str])
     peers = [peer for peer in (before.peers if before else ()) if peer not in revoked]
     peers += [peer for peer in dict.fromkeys(granted) if peer not in peers and peer not in named]
     gone = [peer for peer in (before.revoked if before else ()) if peer not in granted]
-    gone += [peer for peer in dict.fromkeys(revoked) if peer in named and peer not in gone]
+    gone += [peer for peer in dict.fromkeys(revoked) if peer not in gone]
     known = {*named, *(before.peers if before else ())}
     if unknown := [peer for peer in revoked if peer not in known]:
         raise UserError(f"{unknown[0]} is no anchor of run {manifest.name!r}: there is nothing to revoke")
+    for peer in [peer for peer in gone if peer not in named][: max(0, len(gone) - MAX_GRANTED)]:
+        gone.remove(peer)  # of the granted ones only the latest are remembered; the manifest's must be
     if len(peers) > MAX_GRANTED:
         raise UserError(
             f"{len(peers)} granted anchors: at most {MAX_GRANTED}; --revoke-anchor takes some back"

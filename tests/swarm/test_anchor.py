@@ -96,6 +96,11 @@ def test_anchor_that_is_granted_while_the_run_trains_is_used_and_ends_when_it_is
     assert swarm.wait_exits(["anchor"], 60.0) == {"anchor": 2}, swarm.report()
     assert any("has revoked" in note for note in anchor.notes)
     still_trains(swarm)
+    # What it made stays in force until others replace it, and serves newcomers too.
+    swarm.kill("1-1")
+    newcomer = swarm.join(1, "newcomer")
+    wait_for(lambda: (newcomer.last("status") or {}).get("microbatches_done", 0) > 0, 90.0, "its work", swarm)
+    assert version_in_force(swarm, "newcomer", 0) >= 1
 
 
 def test_peer_that_the_owner_has_not_named_is_told_so(swarm: Swarm, tmp_path: Path) -> None:

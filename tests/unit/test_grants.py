@@ -164,6 +164,14 @@ def test_grants_add_up_and_can_be_revoked(tmp_path: Path) -> None:
     assert grant_anchors(folder, [peer(1)], [peer(3)]) == (peer(1), peer(2), peer(4))
     found = read_grant(folder, run.run_id)
     assert found is not None and found.number == 3
+    assert found.revoked == (peer(3),), (
+        "former anchors are remembered: priors of theirs may still be in force"
+    )
+    for number in range(100, 100 + MAX_GRANTED + 3):
+        grant_anchors(folder, [peer(number)], [])
+        grant_anchors(folder, [], [peer(number), *([peer(2)] if number == 100 else [])])
+    found = read_grant(folder, run.run_id)
+    assert found is not None and len(found.revoked) == MAX_GRANTED and peer(2) in found.revoked
 
 
 @pytest.mark.parametrize(
