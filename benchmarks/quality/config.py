@@ -56,7 +56,7 @@ class RowConfig(BaseModel):
 
     domain: a name of `domains.DOMAINS`, or a folder of text files. max_tokens: of the packed data, both parts.
     dense_every: every so many steps all boundaries are uncoded; 0 for none. anchors: None leaves the initial priors
-    in force for the whole run.
+    in force for the whole run. revision: of the codec's implementation, where equal options code otherwise now.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +68,7 @@ class RowConfig(BaseModel):
     corrector: dict[str, Any] = Field(default={"name": "none"})
     anchors: AnchorPlan | None = None
     dense_every: int = Field(default=0, ge=0)
+    revision: int = 0
     learning_rate: float = 3e-4
     warmup_steps: int = 8
     compute: Literal["fp32", "bf16"] = "fp32"

@@ -85,6 +85,7 @@ def other_lines(
                 "corrector": dict(DENSE.corrector),
                 "anchors": None,
                 "dense_every": 0,
+                "revision": 0,
                 "learning_rate": rates["dense"],
             }
         )

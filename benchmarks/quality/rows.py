@@ -17,6 +17,9 @@ LEARNING_RATES = (1.5e-4, 3e-4, 6e-4)
 SCHEDULE = AnchorPlan()
 """Snapshots at 5, 10 and every 20 steps, priors in force one interval later, as a run's manifest has it."""
 
+BASIS_REVISION = 2
+"""Of codec basis; raised when equal options code otherwise, so that its rows are run again. 2: trellis-coded."""
+
 NO_FADING = 80
 """max_staleness of the paper's corrector: a memory that is one interval late (up to 2 K steps old) counts in full."""
 
@@ -294,6 +297,7 @@ def entry(
             corrector=dict(which.corrector),
             anchors=which.anchors,
             dense_every=which.dense_every,
+            revision=BASIS_REVISION if which.family == "basis" else 0,
             learning_rate=which.learning_rate or rates[which.family],
             **{"warmup_steps": min(8, max(1, taken // 5)), **which.options, **fields},
         )
