@@ -7,6 +7,7 @@ microbatches; their memory starts with one pass through the initial weights, whi
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,17 +156,12 @@ class AnchorCircuit:
             f"initial-{Path(row.domain).name}-{row.max_tokens}-{row.sequence_length}-{row.rows_per_microbatch}-"
             f"{row.seed}-{cuts}-{row.compute}-{microbatches}-{tokens}.safetensors"
         )
-        if not path.is_file():
-            self._note(f"calibrating on {microbatches} microbatches")
-            samples = self._samples(batches, tokens)
-            arrays: dict[str, Tensor] = {"offsets": samples[0].offsets}
-            for number, each in enumerate(samples):
-                arrays[f"hidden{number}"], arrays[f"gradient{number}"] = each.hidden, each.gradient
-            arrays["chosen"] = torch.stack([chosen for _, _, chosen in samples[0].tokens.batches])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{id(self)}")
-            save_file(arrays, temporary)
-            temporary.rename(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:  # two processes may want them at once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                self._note(f"calibrating on {microbatches} microbatches")
+                _save_samples(self._samples(batches, tokens), path)
         arrays = load_file(path)
         taken = SampledTokens(
             tuple(
@@ -227,6 +223,17 @@ class AnchorCircuit:
         }
         self._factors = factors
         return SpectralPrior(stage=0, version=0, step=version, factors=factors)
+
+
+def _save_samples(samples: Sequence[BoundarySamples], path: Path) -> None:
+    """Write samples of all boundaries, atomically."""
+    arrays: dict[str, Tensor] = {"offsets": samples[0].offsets}
+    for number, each in enumerate(samples):
+        arrays[f"hidden{number}"], arrays[f"gradient{number}"] = each.hidden, each.gradient
+    arrays["chosen"] = torch.stack([chosen for _, _, chosen in samples[0].tokens.batches])
+    temporary = path.with_suffix(".partial")
+    save_file(arrays, temporary)
+    temporary.rename(path)
 
 
 def _calibration(codec: Any) -> tuple[int, int]:
