@@ -131,9 +131,8 @@ class BasisCodec(BoundaryCodec):
 
     mean: fp32 [H]; encode, decode: [H, R]; scale: fp32 [R]; widths: integer [C, W]; levels: fp32 [LEVEL_VALUES];
     gradient_basis: [H, R']; gradient_scale, gradient_widths, gradient_levels alike; dense_offsets: integer [n]; with
-    prediction also
-    predict_in [c F, r] and predict_out [r, H], and `tokens`, the run's table. Raises ValueError for missing arrays,
-    wrong shapes, or widths that exceed the budget of mask_ratio.
+    prediction also predict_in [c F, r] and predict_out [r, H], and `tokens`, the run's table. Raises ValueError for
+    missing arrays, wrong shapes, or widths that exceed the budget of mask_ratio.
     """
 
     name: ClassVar[str] = "basis"
