@@ -9,7 +9,8 @@ files. What travels:
     PASS  do "end"                                          forward, once all has come back: fit and publish
 
 One microbatch is under way at a time: nobody waits for an anchor. Token ids do not travel, since every anchor reads
-the pass's samples itself. Whatever goes wrong ends the pass at every anchor of it; nobody publishes anything then.
+the pass's samples itself. Whatever goes wrong before the end ends the pass at every anchor of it, and nobody publishes
+anything then; after it each anchor fits and publishes by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonErro
 from torch import Tensor
 
 from dht.dial import DialError, connect_peer
-from peers.anchor_cover import Leg, PassOrder, Span, place_of, unpack_legs
+from peers.anchor_cover import Leg, Span, place_of, unpack_legs
+from peers.config import UserError
 from peers.fileserver import NO_STAGE
 from peers.frames import Frame, FrameError, Kind, aligned, need, need_count, pack_tensors, unpack_tensors
 from peers.limits import LIMITS
@@ -40,8 +42,9 @@ LOAD_S = 1800.0
 """From opening a pass to its weights being loaded everywhere; an anchor that dies is found by its stream's end."""
 FRAME_S = 300.0
 """From a microbatch's forward to its gradient, through all anchors behind."""
-STREAMS, STREAMS_PER_PEER = 64, 4
-"""On which passes may be opened here at the same time, by all and by one peer."""
+STREAMS, STRANGERS, STREAMS_PER_PEER = 64, 8, 4
+"""On which passes may be opened here at the same time: by all anchors, by all others (who are told why not), by one
+peer."""
 MAX_VERSION = 2**53
 _STREAM_ERRORS = (
     ControlFailure,
@@ -50,7 +53,7 @@ _STREAM_ERRORS = (
     OSError,
     TimeoutError,
     asyncio.IncompleteReadError,
-    RuntimeError,  # uvloop raises it on a transport that is closing
+    RuntimeError,  # uvloop raises it on a transport that is closing, torch if it cannot
 )
 
 
@@ -59,7 +62,9 @@ class PassError(Exception):
 
 
 class PassWork(Protocol):
-    """What an anchor does in a pass. Every method raises ValueError or OSError if it cannot."""
+    """What an anchor does in a pass. Every method raises ValueError, OSError, RuntimeError or UserError (weights that
+    nobody gives, a disk that is full) if it cannot.
+    """
 
     microbatches: int
     """Of every pass."""
@@ -105,6 +110,7 @@ class AnchorCircuit:
         self._traffic, self._work, self._on_abandoned = traffic, work, on_abandoned
         self._me = p2p.peer_id.to_base58()
         self._streams: Counter[str] = Counter()
+        self._strangers: Counter[str] = Counter()
         self._current: tuple[str, asyncio.Task[None]] | None = None
 
     async def start(self) -> None:
@@ -128,13 +134,15 @@ class AnchorCircuit:
         """A pass that the anchor before this one opens."""
         sender: str = info.peer_id.to_base58()
         before = _Neighbour(reader, writer, self._traffic)
-        self._streams[sender] += 1
+        is_anchor = sender in self._anchors()  # before anything is counted: strangers take no anchor's place
+        streams, most = (self._streams, STREAMS) if is_anchor else (self._strangers, STRANGERS)
+        streams[sender] += 1
         try:
             async with _errors():
-                if self._streams[sender] > STREAMS_PER_PEER or self._streams.total() > STREAMS:
+                if streams[sender] > STREAMS_PER_PEER or streams.total() > most:
                     raise PassError("too many passes are opened at once")
                 header = (await before.expect("open", LIMITS.hello_s)).header
-                if sender not in self._anchors():
+                if not is_anchor:
                     raise PassError(f"{sender[-8:]} is no anchor of this run")
                 version = need_count(header, "version", MAX_VERSION)
                 legs, place = self._place(header, sender)
@@ -149,8 +157,9 @@ class AnchorCircuit:
             logger.warning("no pass with %s: %s", sender[-8:], error)
             await before.refuse(str(error))
         finally:
-            self._streams[sender] -= 1
-            self._streams += Counter()  # forgets those at 0
+            streams[sender] -= 1
+            if not streams[sender]:
+                del streams[sender]
             before.close()
 
     def _place(self, header: dict[str, Any], sender: str) -> tuple[tuple[Leg, ...], int]:
@@ -199,10 +208,13 @@ class AnchorCircuit:
         try:
             async with asyncio.timeout(LOAD_S), asyncio.TaskGroup() as group:
                 loading = group.create_task(self._work.load(version, leg.first, leg.last))
+                watching = group.create_task(before.stays_silent()) if before is not None else None
                 if place + 1 < len(legs):
                     behind = await self._open(version, legs, place + 1)
                     await behind.expect("ready", LOAD_S)
                 await loading
+                if watching is not None:
+                    watching.cancel()
             if before is not None:
                 await before.say("ready")
             await self._microbatches(before, behind)
@@ -217,23 +229,21 @@ class AnchorCircuit:
 
     async def _microbatches(self, before: _Neighbour | None, behind: _Neighbour | None) -> None:
         work = self._work
-        order = PassOrder(work.microbatches)
         for index in range(work.microbatches):
             shape = work.shape(index)
-            incoming = None if before is None else await before.tensor(index, shape)
-            order.forward(index)
+            incoming = None
+            if before is not None:  # those before this one may still be loading
+                incoming = await before.tensor(index, shape, FRAME_S if index else LOAD_S)
             outgoing = await work.forward(index, incoming)
             gradient = None
             if behind is not None and outgoing is not None:
                 await behind.send(index, outgoing)
-                gradient = await behind.tensor(index, shape)
-            order.gradient(index)
+                gradient = await behind.tensor(index, shape, FRAME_S)
             returned = await work.backward(index, gradient)
             if before is not None:
                 if returned is None:
                     raise PassError("the stages here give no gradient")
                 await before.send(index, returned)
-        order.end()
 
     async def _open(self, version: int, legs: tuple[Leg, ...], place: int) -> _Neighbour:
         """A stream to the anchor behind this one, with the pass opened on it."""
@@ -285,21 +295,25 @@ class _Neighbour:
             raise FrameError("kind", f"{what} of a pass was expected, got {frame.kind}")
         return frame
 
+    async def stays_silent(self) -> None:
+        """Read until cancelled, while nothing is due. Raises FrameError for a frame, PassError for a refusal, or what
+        the stream's end raises.
+        """
+        frame = await self._read(0, LOAD_S)
+        raise FrameError("kind", f"nothing of a pass is due yet, got {frame.kind}")
+
     async def send(self, index: int, states: Tensor) -> None:
         """Send hidden states or gradients."""
-        data = states.detach().to("cpu", torch.bfloat16).contiguous()
-        await self._write(Frame(Kind.DENSE, {"index": index}, pack_tensors([data])))
+        payload = await asyncio.to_thread(_packed, states)
+        await self._write(Frame(Kind.DENSE, {"index": index}, payload))
 
-    async def tensor(self, index: int, shape: tuple[int, int, int]) -> Tensor:
+    async def tensor(self, index: int, shape: tuple[int, int, int], deadline_s: float) -> Tensor:
         """The states or gradients that are due: bf16 of this shape. Raises FrameError, PassError."""
         nbytes = aligned(shape[0] * shape[1] * shape[2] * torch.bfloat16.itemsize)
-        frame = await self._read(nbytes, FRAME_S)
+        frame = await self._read(nbytes, deadline_s)
         if frame.kind is not Kind.DENSE or need(frame.header, "index", int) != index:
             raise FrameError("kind", f"microbatch {index} was expected, got {frame.kind}")
-        (states,) = unpack_tensors(frame.data(), [(torch.bfloat16, shape)])
-        if not bool(torch.isfinite(states).all()):
-            raise FrameError("not_finite", f"microbatch {index} holds values that are not finite")
-        return states
+        return await asyncio.to_thread(_unpacked, frame, index, shape)
 
     async def _write(self, frame: Frame) -> None:
         async with asyncio.timeout(FRAME_S):
@@ -314,6 +328,19 @@ class _Neighbour:
         return frame
 
 
+def _packed(states: Tensor) -> list[memoryview]:
+    """In a thread: a whole microbatch is converted, and fetched from the device."""
+    return pack_tensors([states.detach().to("cpu", torch.bfloat16).contiguous()])
+
+
+def _unpacked(frame: Frame, index: int, shape: tuple[int, int, int]) -> Tensor:
+    """In a thread, as `_packed`. Raises FrameError."""
+    (states,) = unpack_tensors(frame.data(), [(torch.bfloat16, shape)])
+    if not bool(torch.isfinite(states).all()):
+        raise FrameError("not_finite", f"microbatch {index} holds values that are not finite")
+    return states
+
+
 @asynccontextmanager
 async def _errors() -> Any:
     """Whatever ends a pass early is a PassError with the cause."""
@@ -323,12 +350,12 @@ async def _errors() -> Any:
         raise
     except BaseExceptionGroup as group:
         wanted, rest = group.split(
-            lambda error: isinstance(error, (PassError, FrameError, ValueError, *_STREAM_ERRORS))
+            lambda error: isinstance(error, (PassError, FrameError, ValueError, UserError, *_STREAM_ERRORS))
         )
         if rest is not None or wanted is None:
             raise
         raise PassError(_cause(wanted.exceptions[0])) from group
-    except (FrameError, ValueError, *_STREAM_ERRORS) as error:
+    except (FrameError, ValueError, UserError, *_STREAM_ERRORS) as error:
         raise PassError(_cause(error)) from error
 
 
@@ -337,4 +364,4 @@ def _cause(error: BaseException) -> str:
         return "an anchor of the pass has gone"
     if isinstance(error, TimeoutError):
         return "an anchor of the pass did not answer in time"
-    return str(error)[:300] or type(error).__name__
+    return " ".join(str(error).split())[:300] or type(error).__name__

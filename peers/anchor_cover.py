@@ -96,38 +96,3 @@ def place_of(
     if not span[0] <= legs[place].first <= legs[place].last <= span[1]:
         raise FrameError("range", f"stages {legs[place].first}-{legs[place].last} are not held here")
     return place
-
-
-class PassOrder:
-    """In which order the frames of a pass may come: every microbatch forward and then back, and the end after all.
-
-    microbatches: their number.
-    """
-
-    def __init__(self, microbatches: int) -> None:
-        self._microbatches = microbatches
-        self._forwards = self._gradients = 0
-        self.is_ended = False
-
-    def forward(self, index: int) -> None:
-        """A forward. Raises FrameError unless it is its turn."""
-        if (
-            self.is_ended
-            or index != self._forwards
-            or index != self._gradients
-            or index >= self._microbatches
-        ):
-            raise FrameError("order", f"forward {index} after {self._forwards} and {self._gradients} back")
-        self._forwards += 1
-
-    def gradient(self, index: int) -> None:
-        """A gradient. Raises FrameError unless it is its turn."""
-        if self.is_ended or index != self._gradients or index != self._forwards - 1:
-            raise FrameError("order", f"gradient {index} after {self._forwards} and {self._gradients} back")
-        self._gradients += 1
-
-    def end(self) -> None:
-        """The end. Raises FrameError unless every microbatch has come back."""
-        if self.is_ended or self._gradients != self._microbatches:
-            raise FrameError("order", f"the end after {self._gradients} of {self._microbatches} microbatches")
-        self.is_ended = True

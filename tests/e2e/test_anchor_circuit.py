@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
 from torch import Tensor
 
+from dht.dial import connect_peer
 from dht.host import start_host, stop_host, visible_addresses
-from peers.anchor_circuit import AnchorCircuit, PassError
+from peers.anchor_circuit import HANDLER, AnchorCircuit, PassError
 from peers.anchor_cover import Leg
 from peers.frames import Kind
 from peers.traffic import Traffic
+from peers.transfer import TransferError
 from tests.kit.processes import loop_that_leaves_nothing
 
 pytestmark = pytest.mark.e2e
@@ -37,10 +39,15 @@ class Work:
     is_last: bool = False
     spoils: str = ""
     on_forward: Any = None
+    on_load: Any = None
 
     async def load(self, version: int, first: int, last: int) -> None:
         if self.spoils == "load":
             raise ValueError("these weights are damaged")
+        if self.spoils == "fetch":
+            raise TransferError("weights that are damaged", {"donor": "it has left"})
+        if self.on_load is not None:
+            await self.on_load()
         self.loaded.append((version, first, last))
 
     def shape(self, index: int) -> tuple[int, int, int]:
@@ -164,11 +171,11 @@ def test_microbatches_go_through_all_anchors_and_gradients_come_back(
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("spoils", ["load", "nan", "shape"])
+@pytest.mark.parametrize("spoils", ["load", "fetch", "nan", "shape"])
 def test_what_goes_wrong_at_one_anchor_ends_the_pass_at_all_and_not_the_next(
     runner: asyncio.Runner, row: Row, place: int, spoils: str
 ) -> None:
-    if place == 2 and spoils != "load":
+    if place == 2 and spoils in ("nan", "shape"):
         pytest.skip("the last anchor sends no states")
 
     async def scenario() -> None:
@@ -181,7 +188,8 @@ def test_what_goes_wrong_at_one_anchor_ends_the_pass_at_all_and_not_the_next(
             await until(lambda: all(circuit._current is None for circuit in row.circuits))
             await row.lead(40)
             await until(lambda: [work.finished for work in row.work] == [1, 1, 1])
-        assert {who for who, version, _ in row.abandoned if version == 20} <= {1, 2}
+        refusing = {who for who, version, _ in row.abandoned if version == 20}
+        assert refusing <= {1, 2} and (place == 0 or spoils not in ("load", "fetch") or place in refusing)
         assert all(version == 20 for _, version, _ in row.abandoned)
 
     runner.run(scenario())
@@ -241,5 +249,56 @@ def test_lead_that_begins_anew_is_not_kept_waiting_by_what_it_left(runner: async
             await until(lambda: [work.finished for work in row.work] == [1, 1, 1])
             await row.settled(1)
             assert all(version == 20 for _, version, _ in row.abandoned)
+
+    runner.run(scenario())
+
+
+def test_lead_that_goes_while_the_others_load_ends_the_pass_there_at_once(
+    runner: asyncio.Runner, row: Row
+) -> None:
+    async def scenario() -> None:
+        loading = asyncio.Event()
+
+        async def load() -> None:
+            loading.set()
+            await asyncio.sleep(60)
+
+        async with row:
+            row.work[1].on_load = row.work[0].on_load = load
+            first = asyncio.create_task(row.lead(20))
+            await loading.wait()
+            await until(lambda: bool(row.work[2].loaded))
+            await row.circuits[0]._drop()
+            await row.settled(2)
+            assert all("gone" in why for _, _, why in row.abandoned)
+            with pytest.raises(PassError, match="given up here"):
+                await first
+
+    runner.run(scenario())
+
+
+def test_strangers_take_no_anchors_place(
+    runner: asyncio.Runner, row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.anchor_circuit.STREAMS", 1)
+    monkeypatch.setattr("peers.anchor_circuit.STRANGERS", 1)
+
+    async def scenario() -> None:
+        async with row:
+            stranger = row.ids[2]
+            row.anchors = (row.ids[0], row.ids[1])
+            host, victim = row.circuits[2]._p2p, row.circuits[1]
+            await connect_peer(host, row.ids[1], row.circuits[0]._addresses(row.ids[1]), 5)
+            writers = [
+                (await host.call_binary_stream_handler(PeerID.from_base58(row.ids[1]), HANDLER))[2]
+                for _ in range(2)
+            ]
+            await until(lambda: victim._strangers[stranger] > 0)
+            assert not victim._streams
+            row.legs = [Leg(row.ids[0], 0, 1), Leg(row.ids[1], 2, 4)]
+            victim._span, row.work[1].is_last = (2, 4), True
+            await row.lead()
+            for writer in writers:
+                writer.close()
 
     runner.run(scenario())

@@ -1,4 +1,4 @@
-"""Which anchors make a pass together, who leads, and in which order its frames may come."""
+"""Which anchors make a pass together, and who leads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.anchor_cover import Leg, PassOrder, Span, circuit, place_of, unpack_legs
+from peers.anchor_cover import Leg, Span, circuit, place_of, unpack_legs
 from peers.frames import FrameError
 
 spans_of = st.integers(2, 8).flatmap(
@@ -94,20 +94,3 @@ def test_row_in_which_this_anchor_has_no_place_is_refused(
 def test_malformed_row_is_refused(value: object) -> None:
     with pytest.raises(FrameError):
         unpack_legs(value, 4)
-
-
-@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from("fge"), st.integers(0, 4)), max_size=12))
-def test_frames_of_a_pass_come_in_one_order_only(count: int, events: list[tuple[str, int]]) -> None:
-    right = [(kind, index) for index in range(count) for kind in "fg"] + [("e", 0)]
-    order = PassOrder(count)
-    done = 0
-    for kind, index in events:
-        step = {"f": order.forward, "g": order.gradient, "e": lambda _: order.end()}[kind]
-        is_next = done < len(right) and (kind, 0 if kind == "e" else index) == right[done]
-        if is_next:
-            step(index)
-            done += 1
-        else:
-            with pytest.raises(FrameError):
-                step(index)
-    assert order.is_ended == (done == len(right))
