@@ -165,6 +165,8 @@ class AnchorPeer:
                 f"run {manifest.name!r} uses codec {manifest.codec.name} and no corrector, which need no anchor: join "
                 f"a stage"
             )
+        if manifest.anchors.source == "leaders":
+            raise UserError(f"the peers of run {manifest.name!r} make its priors themselves: join a stage")
         self._check_named("has not named")
         if not self._stages.is_whole and remembers_bias(manifest.corrector):
             raise UserError(

@@ -17,8 +17,8 @@ from peers.config import PeerConfig
 from peers.engine import Engine, JobPriority
 from peers.run_files import RunFiles, prior_name, stage_name
 from peers.traffic import Traffic
-from peers.transfer import fetch_weights
-from peers.weights_file import BYTES_PER_WEIGHT, HEAD_BYTES, read_weights
+from peers.transfer import fetch_copy
+from peers.weights_file import BYTES_PER_WEIGHT, HEAD_BYTES, read_weights, weights_name
 from swarm.activation.registry import needs_prior, needs_tokens
 from swarm.activation.tokens import TOKENS_FILE
 from swarm.anchor.passes import AnchorModel, pass_samples
@@ -127,9 +127,8 @@ class AnchorStages:
         holders = sorted(donors, key=lambda peer: version not in donors[peer])
         place = stage - self.span[0]
         limit = BYTES_PER_WEIGHT * self._numels[place] + HEAD_BYTES
-        await fetch_weights(
-            self._p2p, holders, run_id, version, stage, path, traffic=self._traffic, limit_bytes=limit
-        )
+        name = weights_name(version, stage)
+        await fetch_copy(self._p2p, holders, run_id, name, path, traffic=self._traffic, limit_bytes=limit)
         try:
             weights = await asyncio.to_thread(read_weights, path, run_id, stage, version)
             await self._engine.submit(JobPriority.ROUND, self.model.load, place, weights)

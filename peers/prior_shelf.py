@@ -8,7 +8,7 @@ counted conflict.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dht.records import PRIOR_NAME_CHARACTERS
@@ -42,10 +42,18 @@ class PriorShelf:
     """The offers one peer has seen.
 
     anchors: peer ids, the first counts most. parts: the run's, in its plans' order. limit_bytes: of one prior.
-    counters: offers refused, by reason (stranger, part, size), and conflicts, each offer once.
+    counters: offers refused, by reason (stranger, part, size), and conflicts, each offer once. rank_of: where others
+    than anchors make priors: of several offers of one step that with the lowest counts, and without one none.
     """
 
-    def __init__(self, anchors: Sequence[str], parts: Sequence[PriorPart], limit_bytes: int) -> None:
+    def __init__(
+        self,
+        anchors: Sequence[str],
+        parts: Sequence[PriorPart],
+        limit_bytes: int,
+        rank_of: Callable[[Offer], int | None] | None = None,
+    ) -> None:
+        self._rank_of = rank_of
         self.counters: Counter[str] = Counter()
         self._anchors = tuple(anchors)
         self._ranks = {peer: rank for rank, peer in enumerate(anchors)}
@@ -87,7 +95,7 @@ class PriorShelf:
 
     def newest(self, part: PriorPart) -> Offer | None:
         """The offer of the latest weights for a part."""
-        offers = [offer for offer in self._offers[part].values() if offer.publisher in self._ranks]
+        offers = [offer for offer in self._offers[part].values() if self._counts_still(offer)]
         return max(offers, key=lambda offer: offer.step, default=None)
 
     def find(self, part: PriorPart, sha256: str) -> Offer | None:
@@ -123,7 +131,7 @@ class PriorShelf:
             offer = offers[step]
             if before is not None and step <= before.step:
                 break
-            if offer.publisher not in self._ranks:
+            if not self._counts_still(offer):
                 continue
             is_late = now - self._since[offer.sha256] > PATIENCE_S
             for stage in part.stages:
@@ -138,8 +146,16 @@ class PriorShelf:
     def _is_known(self, offer: Offer) -> bool:
         return offer.part in self._offers and self._offers[offer.part].get(offer.step) == offer
 
+    def _rank(self, offer: Offer) -> int | None:
+        return self._ranks.get(offer.publisher) if self._rank_of is None else self._rank_of(offer)
+
+    def _counts_still(self, offer: Offer) -> bool:
+        """An anchor may be revoked; who leaves a stage has made no worse a prior."""
+        return self._rank_of is not None or offer.publisher in self._ranks
+
     def _judge(self, offer: Offer) -> str:
-        if offer.publisher not in self._ranks:
+        rank = self._rank(offer)
+        if rank is None:
             return "stranger"
         if offer.part not in self._offers:
             return "part"
@@ -147,7 +163,8 @@ class PriorShelf:
             return "size"
         known = self._offers[offer.part].get(offer.step)
         if known is not None and known.sha256 != offer.sha256:
-            if self._ranks.get(known.publisher, len(self._ranks)) <= self._ranks[offer.publisher]:
+            others = self._rank(known)
+            if others is not None and others <= rank:
                 return "conflict"
             self.counters["conflict"] += 1
         return "new"

@@ -32,8 +32,9 @@ from peers.planning import PriorRef, prior_refs
 from peers.prior_age import PriorAge
 from peers.prior_parts import PriorPart, parts_of
 from peers.prior_shelf import Offer, PriorShelf
+from peers.prior_trust import PriorTrust
 from peers.prior_uses import BoundaryUse, CodecOf, PriorUse
-from peers.sealed_prior import UntrustedPriorError, publisher_of
+from peers.sealed_prior import UntrustedPriorError
 from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_by_hash
 from swarm.activation.versions import VersionedCodec
@@ -71,8 +72,8 @@ def write_prior(directory: Path, part: PriorPart, data: bytes) -> tuple[str, Pat
 
 
 class Priors:
-    """See the module. codecs: of the boundaries this peer codes at, by boundary. corrections: of its stage. anchors:
-    whose priors count, now. former: whose priors counted once.
+    """See the module. codecs: of the boundaries this peer codes at, by boundary. corrections: of its stage. trust:
+    whose priors count.
 
     counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this part's
     prior by form or shapes; arrays: values that nothing can be made of; publisher: no anchor has made it). waited_s:
@@ -95,17 +96,18 @@ class Priors:
         traffic: Traffic,
         tasks: asyncio.TaskGroup,
         note: Callable[[str], None],
-        anchors: Callable[[], tuple[str, ...]],
-        former: Callable[[], tuple[str, ...]] = tuple,
+        trust: PriorTrust,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.bytes_fetched = 0
-        self._anchors, self._former = anchors, former
+        self._trust = trust
         self.corrections = corrections
         self.on_came: Callable[[], None] = lambda: None
         self._parts = parts_of(manifest)
         self._own = PriorPart("corrector", stage)
-        self.shelf = PriorShelf(anchors(), self._parts, MAX_PRIOR_BYTES)
+        self.shelf = PriorShelf(
+            trust.makers, self._parts, MAX_PRIOR_BYTES, trust.rank if trust.is_leaders else None
+        )
         self._manifest, self._stage = manifest, stage
         self._uses: dict[PriorPart, PriorUse] = {
             PriorPart("boundary", boundary): BoundaryUse(codec, codec_of, manifest)
@@ -120,7 +122,7 @@ class Priors:
         self._refused: dict[str, float] = {}
         self._untrusted: dict[str, tuple[str, ...]] = {}
         self._in_force: tuple[PriorRef, ...] = ()
-        self._age, self._step = PriorAge(manifest.snapshot_every), 0
+        self._age, self._step = PriorAge(manifest.renewed_every), 0
         self._waited_s = 0.0
         self._lacking_since: float | None = None
         self._came = asyncio.Event()
@@ -194,7 +196,7 @@ class Priors:
     def tick(self) -> None:
         """Look at what anchors offer, and fetch the newest of each part."""
         now = time.monotonic()
-        self.shelf.recognise(self._anchors())
+        self.shelf.recognise(self._trust.makers)
         for record in self._board.priors():
             part = PriorPart(record.kind, record.part)
             offer = Offer(record.peer_id, part, record.step, record.sha256, record.nbytes)
@@ -209,7 +211,7 @@ class Priors:
                     f"warning: two anchors offer different priors of {part} at step {offer.step}: that of the first "
                     f"anchor counts (more of this is only counted)"
                 )
-        said = self._age.look(map(self._age_of, self._uses), has_anchors=bool(self._anchors()))
+        said = self._age.look(map(self._age_of, self._uses), has_anchors=self._trust.has_makers)
         if said is not None:
             self._note(said)
         for part in self._uses:
@@ -296,7 +298,7 @@ class Priors:
     def _want(self, part: PriorPart, sha256: str, *, is_urgent: bool = False) -> None:
         if sha256 in self._fetching or self._uses[part].holds(sha256):
             return
-        if self._untrusted.get(sha256) == self._anchors():
+        if self._untrusted.get(sha256) == self._trust.makers:
             return  # only the owner could change that
         since = time.monotonic() - self._refused.get(sha256, float("-inf"))
         if since < AGAIN_S or (self._fetching and not is_urgent):
@@ -332,12 +334,8 @@ class Priors:
         self.on_came()
 
     def _load(self, part: PriorPart, path: Path, is_named: bool) -> Any:
-        """What the prior in a file gives, if an anchor has made it. is_named: by a plan: then it may be of an anchor
-        that was revoked since, as the others work with it until it is replaced.
-        """
-        publisher = publisher_of(read_bounded(path, MAX_PRIOR_BYTES), self._manifest.run_id)
-        if publisher not in self._anchors() and not (is_named and publisher in self._former()):
-            raise UntrustedPriorError(f"{publisher[-8:]} made it, who is no anchor of this run")
+        """What the prior in a file gives, if whoever made it may."""
+        self._trust.check(read_bounded(path, MAX_PRIOR_BYTES), is_named=is_named)
         return self._uses[part].load(path)
 
     def _keep(self, part: PriorPart, sha256: str, made: Any, path: Path) -> None:
@@ -378,7 +376,7 @@ class Priors:
             self._note(f"warning: prior {sha256[:12]} of {part} cannot be used: {error}")
         self._refused[sha256] = time.monotonic()
         if reason == "publisher":
-            self._untrusted[sha256] = self._anchors()
+            self._untrusted[sha256] = self._trust.makers
             with suppress(OSError):
                 prior_path(self._directory, part, sha256).unlink()
         while len(self._untrusted) > 64:

@@ -15,6 +15,7 @@ from hivemind.p2p import P2P
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
 from dht.records import PeerRecord
+from peers.anchor_offers import AnchorOffers
 from peers.announcer import Announcer
 from peers.catchup import CatchUp
 from peers.checkpoint import CheckpointStore
@@ -26,6 +27,7 @@ from peers.frames import Frame
 from peers.grants import Grants
 from peers.heap import settle
 from peers.joining import Standing
+from peers.leader_priors import LeaderPriors
 from peers.lifecycle import Lifecycle
 from peers.limits import LIMITS
 from peers.link import Hello, Link
@@ -33,6 +35,7 @@ from peers.links import ANEW, LEFT, Links, short
 from peers.metrics import Metrics
 from peers.payloads import largest_payload
 from peers.prepare import codec_of, prepare_stage
+from peers.prior_trust import PriorTrust
 from peers.priors import Priors
 from peers.reporting import Reporter
 from peers.run_files import RunFiles
@@ -43,6 +46,7 @@ from peers.status import StatusBoard
 from peers.traffic import Traffic
 from peers.trainer import Trainer
 from peers.update_log import UpdateLog
+from swarm.activation.config import BasisConfig
 from swarm.activation.versions import VersionedCodec
 from swarm.manifest import RunManifest
 
@@ -88,6 +92,7 @@ class StagePeer:
         self._links: Links
         self._trainer: Trainer
         self._priors: Priors
+        self._leader_priors: LeaderPriors | None = None
         self._snapshots: Snapshots
         self._updates: UpdateLog
 
@@ -154,8 +159,9 @@ class StagePeer:
             traffic=self._traffic,
             tasks=tasks,
             note=note,
-            anchors=lambda: self._grants.anchors,
-            former=lambda: self._grants.former,
+            trust=PriorTrust(
+                self._manifest, self._board, lambda: self._grants.anchors, lambda: self._grants.former
+            ),
         )
         catchup = CatchUp(
             manifest=self._manifest,
@@ -189,6 +195,29 @@ class StagePeer:
             priors=self._priors,
             trace_ledger=self._config.trace_ledger,
         )
+        codec = self._manifest.codec
+        if self._manifest.anchors.source == "leaders" and isinstance(codec, BasisConfig):
+            self._leader_priors = LeaderPriors(
+                manifest=self._manifest,
+                codec=codec,
+                stage=self._stage,
+                codecs=codecs,
+                board=self._board,
+                p2p=self._p2p,
+                files=self._files,
+                server=self._server,
+                offers=AnchorOffers(
+                    run_id=self._manifest.run_id,
+                    identity=self._identity,
+                    board=self._board,
+                    server=self._server,
+                    directory=directory / "priors",
+                ),
+                directory=directory / "rows",
+                traffic=self._traffic,
+                tasks=tasks,
+                note=note,
+            )
         self._announcer.trainer, self._announcer.snapshots = self._trainer, self._snapshots
         self._status.trainer, self._status.links = self._trainer, links
         self._metrics.links = _OpenLinks(links)
@@ -229,6 +258,8 @@ class StagePeer:
             view = board.view()
             self._want(view)
             self._priors.tick()
+            if self._leader_priors is not None:
+                self._leader_priors.tick(trainer.version, is_voting=trainer.is_voting)
             held = self._held(view)
             is_waiting = trainer.membership.standing is Standing.WAITING
             # Records of peers that train may be those of a swarm that was killed: they expire.

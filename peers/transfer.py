@@ -26,7 +26,6 @@ from peers.fileserver import CHUNKS_PER_REQUEST, HASHING_PATIENCE_S, FileServer,
 from peers.limits import LIMITS, MIB
 from peers.partial_file import NO_ROOM, PartialFile, is_complete
 from peers.traffic import Traffic
-from peers.weights_file import weights_name
 from swarm.manifest import Artifact
 
 __all__ = [
@@ -34,9 +33,9 @@ __all__ = [
     "TransferError",
     "fetch_artifact",
     "fetch_by_hash",
+    "fetch_copy",
     "fetch_manifest",
     "fetch_snapshot",
-    "fetch_weights",
     "snapshot_name",
 ]
 
@@ -144,20 +143,21 @@ async def fetch_snapshot(
     return await transfer.run(holders)
 
 
-async def fetch_weights(
+async def fetch_copy(
     p2p: P2P,
     holders: Holders,
     run_id: str,
-    version: int,
-    stage: int,
+    name: str,
     target: Path,
     *,
     traffic: Traffic | None = None,
     limit_bytes: int = LIMITS.artifact_bytes,
 ) -> str:
-    """Fetch the bf16 weights of a stage's snapshot, as `fetch_snapshot` does the whole of it."""
-    name, idle_s = weights_name(version, stage), LIMITS.fetch_idle_s
-    transfer = _Transfer(p2p, run_id, name, target, idle_s, traffic, None, limit_bytes)
+    """Fetch a file of which every holder has a copy of its own, wholly from one; returns that holder's peer id.
+
+    Raises TransferError as `fetch_artifact` does.
+    """
+    transfer = _Transfer(p2p, run_id, name, target, LIMITS.fetch_idle_s, traffic, None, limit_bytes)
     return await transfer.run(holders)
 
 

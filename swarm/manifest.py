@@ -104,7 +104,8 @@ class AnchorSection(BaseModel):
     """The anchor circuit: whose priors count, and how they are made.
 
     peers: peer ids of the anchors that the owner names; of two priors of one version the first in this order
-    counts. microbatches: how many are passed unmasked through a snapshot for one prior.
+    counts. microbatches: how many are passed unmasked through a snapshot for one prior. source: who makes the
+    boundaries' priors: these anchors, or peers of the stages themselves, every `every` steps, from what they train.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,6 +114,8 @@ class AnchorSection(BaseModel):
         default=(), max_length=32
     )
     microbatches: int = Field(default=8, ge=1, le=1024)
+    source: Literal["anchors", "leaders"] = "anchors"
+    every: int = Field(default=5, ge=1, le=10_000)
 
     @model_validator(mode="after")
     def _every_anchor_once(self) -> Self:
@@ -169,6 +172,11 @@ class RunManifest(BaseModel):
             if artifact.name == name:
                 return artifact
         raise KeyError(f"the manifest of run {self.name!r} names no artifact {name!r}")
+
+    @property
+    def renewed_every(self) -> int:
+        """Steps after which priors are renewed, if whoever makes them is there."""
+        return self.anchors.every if self.anchors.source == "leaders" else self.snapshot_every
 
     def keeps_snapshot(self, step: int) -> bool:
         """Whether the version after step `step` is kept as a snapshot."""

@@ -108,8 +108,19 @@ def anchor_section(options: RunOptions, codec: AnyCodec, corrector: AnyCorrector
         raise UserError(
             f"--anchor-peers: codec {codec.name} has no priors, and no --corrector needs any; use --codec basis"
         )
+    if options.priors == "leaders" and (
+        not isinstance(codec, BasisConfig) or corrector_needs_prior(corrector)
+    ):
+        raise UserError("--priors leaders: peers that train make only priors of codec basis: use anchors")
+    if options.priors == "leaders" and options.anchor_peers:
+        raise UserError("--priors leaders needs no anchors: leave --anchor-peers out")
     try:
-        return AnchorSection(peers=options.anchor_peers, microbatches=options.anchor_microbatches)
+        return AnchorSection(
+            peers=options.anchor_peers,
+            microbatches=options.anchor_microbatches,
+            source=options.priors,
+            every=options.prior_every,
+        )
     except ValidationError as error:
         raise _refused(error) from error
 

@@ -34,6 +34,8 @@ def grant_anchors(run_dir: Path, granted: Sequence[str], revoked: Sequence[str])
         raise UserError(
             f"codec {manifest.codec.name} of run {manifest.name!r} has no priors: no anchor is needed"
         )
+    if manifest.anchors.source == "leaders":
+        raise UserError(f"the peers of run {manifest.name!r} make its priors themselves: no anchor is needed")
     if both := sorted({*granted} & {*revoked}):
         raise UserError(f"{both[0]} is granted and revoked at once")
     named = manifest.anchors.peers

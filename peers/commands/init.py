@@ -180,6 +180,13 @@ class RunOptions(CommandOptions):
     corrector_side: Literal["shorter", "left", "right"] | None = None
     """one_sided: the side of a matrix that is filtered; shorter without it."""
 
+    priors: Literal["anchors", "leaders"] = "anchors"
+    """Who renews what the codec knows of a boundary: anchors, or peers of its two stages, from what they train. Without
+    anchors anybody who trains can make it useless."""
+
+    prior_every: int = 5
+    """Steps between two priors of leaders."""
+
     snapshot_every: int = 20
     """Steps between two snapshots that peers keep and serve."""
 

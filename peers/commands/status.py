@@ -66,6 +66,14 @@ def describe(manifest: RunManifest, peers: Mapping[str, PeerRecord]) -> dict[str
     }
 
 
+def holding(peer: Mapping[str, Any]) -> str:
+    """What a peer holds: its stage, or its role, with an anchor's stages."""
+    if peer["stage"] is not None:
+        return str(peer["stage"])
+    first, last = peer.get("stages") or (None, None)
+    return str(peer["role"]) if first is None else f"{peer['role']} {first}-{last}"
+
+
 def render(swarm: Mapping[str, Any]) -> RenderableType:
     """The table for people."""
     from rich.console import Group
@@ -82,7 +90,7 @@ def render(swarm: Mapping[str, Any]) -> RenderableType:
     for peer in swarm["peers"]:
         table.add_row(
             peer["peer_id"][-8:],
-            peer["role"] if peer["stage"] is None else str(peer["stage"]),
+            holding(peer),
             peer["state"],
             "-" if peer["stage"] is None else str(peer["step"]),
             number(peer["loss"], "{:.4f}"),

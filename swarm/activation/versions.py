@@ -12,6 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from swarm.activation.base import BoundaryCodec, ByteCount, CodecKey, Layout, Payload
+from swarm.activation.rows import RowTap
 
 
 class MissingPriorError(LookupError):
@@ -22,6 +23,7 @@ class VersionedCodec(BoundaryCodec):
     """The codecs of one boundary by the hash of their prior; `initial` is that of the run's initial prior, "".
 
     `add` and `retain` may be called while another thread codes: a codec in use stays alive until it is done.
+    tap: shown what is encoded here, if somebody wants some of it.
     Every method of a codec raises MissingPriorError for a key whose prior is not held.
     """
 
@@ -29,6 +31,7 @@ class VersionedCodec(BoundaryCodec):
 
     def __init__(self, boundary: int, initial: BoundaryCodec) -> None:
         self.boundary = boundary
+        self.tap: RowTap | None = None
         self._codecs: dict[str, BoundaryCodec] = {"": initial}
 
     def add(self, prior: str, codec: BoundaryCodec) -> None:
@@ -58,6 +61,8 @@ class VersionedCodec(BoundaryCodec):
 
     def encode(self, hidden: Tensor, key: CodecKey) -> Payload:
         """See BoundaryCodec."""
+        if self.tap is not None:
+            self.tap.see(hidden, key)
         return self._of(key).encode(hidden, key)
 
     def decode(self, payload: Payload, key: CodecKey) -> Tensor:
@@ -66,6 +71,8 @@ class VersionedCodec(BoundaryCodec):
 
     def encode_gradient(self, gradient: Tensor, key: CodecKey) -> Payload:
         """See BoundaryCodec."""
+        if self.tap is not None:
+            self.tap.see(gradient, key)
         return self._of(key).encode_gradient(gradient, key)
 
     def decode_gradient(self, payload: Payload, key: CodecKey) -> Tensor:

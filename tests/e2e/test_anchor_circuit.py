@@ -232,6 +232,23 @@ def test_who_is_no_anchor_or_not_before_this_one_opens_no_pass(runner: asyncio.R
     runner.run(scenario())
 
 
+@pytest.mark.parametrize("junk", [b"", b"\0" * 64, b"\xff" * 64, b"GET / HTTP/1.1\r\n\r\n" * 9])
+def test_garbage_on_the_stream_of_passes_hurts_nobody(runner: asyncio.Runner, row: Row, junk: bytes) -> None:
+    async def scenario() -> None:
+        async with row:
+            sender, target = row.circuits[0]._p2p, row.circuits[1]._p2p
+            await connect_peer(sender, row.ids[1], await visible_addresses(target), 5)
+            for _ in range(3):
+                _, _, writer = await sender.call_binary_stream_handler(target.peer_id, HANDLER)
+                writer.write(junk)
+                writer.close()
+            await row.lead()
+            await until(lambda: [work.finished for work in row.work] == [1, 1, 1])
+            assert not row.abandoned
+
+    runner.run(scenario())
+
+
 def test_lead_that_begins_anew_is_not_kept_waiting_by_what_it_left(runner: asyncio.Runner, row: Row) -> None:
     async def scenario() -> None:
         async def hang(index: int) -> None:

@@ -28,7 +28,7 @@ def test_swarm_takes_an_anchors_priors_outlives_it_and_takes_another_anchors(
 ) -> None:
     first, first_id = key(tmp_path, "first")
     second, second_id = key(tmp_path, "second")
-    begin(swarm, (first_id, second_id), steps=5000)
+    begin(swarm, (first_id, second_id), steps=5000, snapshot_every=5)
     anchor = swarm.join(None, "anchor", is_anchor=True, identity=first)
 
     def all_use(version: int) -> bool:
@@ -45,7 +45,7 @@ def test_swarm_takes_an_anchors_priors_outlives_it_and_takes_another_anchors(
     still_trains(swarm)
     wait_for(
         lambda: all(any("no newer ones come" in note for note in swarm.members[n].notes) for n in NAMES),
-        90.0,
+        180.0,
         "the age of the priors to be said",
         swarm,
     )

@@ -26,7 +26,9 @@ def key(folder: Path, name: str) -> tuple[Path, str]:
     return path, identity.peer_id
 
 
-def begin(swarm: Swarm, anchors: tuple[str, ...], steps: int = 400, **settings: Any) -> Path:
+def begin(
+    swarm: Swarm, anchors: tuple[str, ...], steps: int = 400, snapshot_every: int = 10, **settings: Any
+) -> Path:
     """A run under way, with the codec that priors are for."""
     run_dir = swarm.make_run(
         stages=STAGES,
@@ -35,7 +37,7 @@ def begin(swarm: Swarm, anchors: tuple[str, ...], steps: int = 400, **settings: 
         codec="basis",
         mask_ratio=50.0,
         anchor_peers=anchors,
-        snapshot_every=10,
+        snapshot_every=snapshot_every,
         learning_rate=1e-3,
     )
     swarm.seed()

@@ -133,6 +133,21 @@ def test_anchors_offer_replaces_that_of_one_that_was_revoked() -> None:
     assert found is not None and found.publisher == "second"
 
 
+def test_where_peers_make_priors_the_lowest_rank_counts_and_who_leaves_takes_nothing_back() -> None:
+    ranks = {"a": 3, "b": 1}
+    one = PriorShelf(("a", "b"), PARTS, 100, lambda offer: ranks.get(offer.publisher))
+    assert one.take(offer("c"), NOW) == "stranger"
+    assert one.take(offer("a", content="x"), NOW) == "new"
+    assert one.take(offer("b", content="y"), NOW) == "new"
+    assert one.take(offer("a", content="z"), NOW) == "conflict"
+    first = one.newest(FIRST)
+    assert first is not None and first.publisher == "b"
+    ranks.clear()
+    one.recognise(())
+    assert one.newest(FIRST) == first
+    assert one.choose(INITIAL, held(first), ROSTERS, NOW)[0] == PriorRef(1, first.sha256)
+
+
 def test_memory_is_bounded() -> None:
     one = shelf(*(offer(step=step) for step in range(100)))
     assert sum(one.find(FIRST, offer(step=step).sha256) is not None for step in range(100)) == KEPT_OFFERS

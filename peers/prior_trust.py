@@ -1,0 +1,65 @@
+"""Whose priors count in a run: its anchors', or, where the manifest says so, those of peers that train.
+
+With `anchors.source: leaders` the prior of a boundary is fitted by a peer of the stage behind it, and any peer that
+votes there may offer one. Who that was cannot be told later, so a prior that a plan names is then used whoever has
+sealed it: such a run trusts whoever leads a round of stage 0 not to make its codec useless.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from dht.noticeboard import Noticeboard
+from peers.prior_shelf import Offer
+from peers.sealed_prior import UntrustedPriorError, publisher_of
+from swarm.manifest import RunManifest
+
+Peers = Callable[[], tuple[str, ...]]
+
+
+class PriorTrust:
+    """See the module. anchors: whose priors count now, the first most; former: whose counted once."""
+
+    def __init__(self, manifest: RunManifest, board: Noticeboard, anchors: Peers, former: Peers) -> None:
+        self.is_leaders = manifest.anchors.source == "leaders"
+        self._run_id, self._board = manifest.run_id, board
+        self._anchors, self._former = anchors, former
+
+    @property
+    def has_makers(self) -> bool:
+        """Whether anybody is expected to renew the run's priors."""
+        return self.is_leaders or bool(self._anchors())
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """Those whose offers may count; what was said of an offer holds until this changes."""
+        if not self.is_leaders:
+            return self._anchors()
+        return tuple(sorted(peer for peer, record in self._board.view().items() if record.training))
+
+    def rank(self, offer: Offer) -> int | None:
+        """Of several offers of one step the lowest counts; None for one that does not count at all."""
+        if not self.is_leaders:
+            anchors = self._anchors()
+            return anchors.index(offer.publisher) if offer.publisher in anchors else None
+        record = self._board.view().get(offer.publisher)
+        is_boundary = offer.part.kind == "boundary"
+        if not is_boundary or record is None or not record.training or record.stage != offer.part.stages[-1]:
+            return None
+        return leader_rank(self._run_id, offer.part.ordinal, offer.step, offer.publisher)
+
+    def check(self, data: bytes, *, is_named: bool) -> None:
+        """Raise UntrustedPriorError unless a prior's file may be used. is_named: by a plan: then it may be of an anchor
+        that was revoked since, as the others work with it until it is replaced.
+        """
+        publisher = publisher_of(data, self._run_id)
+        if self.is_leaders or publisher in self._anchors() or (is_named and publisher in self._former()):
+            return
+        raise UntrustedPriorError(f"{publisher[-8:]} made it, who is no anchor of this run")
+
+
+def leader_rank(run_id: str, boundary: int, step: int, peer: str) -> int:
+    """A peer's place in the seeded order in which a stage's peers fit the prior of a boundary at a step."""
+    text = f"prior/{run_id}/{boundary}/{step}/{peer}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
