@@ -84,9 +84,10 @@ def _basis(
 ) -> Row:
     return Row(
         name or f"basis-{ratio:g}",
-        says or f"prior-coded, {100 - ratio:g}% of the bytes, priors from anchors one interval late",
+        says
+        or f"prior-coded, {100 - ratio:g}% of the bytes, predicted from token ids, anchors' priors one interval late",
         "basis",
-        {"name": "basis", "mask_ratio": ratio, "prediction": "none", **(codec or {})},
+        {"name": "basis", "mask_ratio": ratio, "prediction": "context", **(codec or {})},
         anchors=anchors,
         **more,
     )
@@ -121,18 +122,22 @@ TUNE = tuple(_tuned(row, rate) for rate in LEARNING_RATES for row in (DENSE, MAS
 
 CORE = (
     *(row for ratio in (90, 95, 99) for row in (_mask(ratio), _mask_corrected(ratio))),
-    *(_basis(ratio) for ratio in (80, 90, 95, 99)),
+    *(_basis(ratio) for ratio in (80, 90, 95, 98, 99)),
 )
 """The paper's rows and the codec's, at every ratio."""
 
-PREDICTED = tuple(
+PREDICTION = tuple(
     _basis(
         ratio,
-        f"basis-{ratio:g}-context",
-        f"basis at {ratio:g}%, hidden states predicted from token ids",
-        codec={"prediction": "context"},
+        f"basis-{ratio}-{prediction}",
+        f"basis at {ratio}%, {says}",
+        codec={"prediction": prediction},
     )
-    for ratio in (80, 90, 95, 98, 99)
+    for prediction, says in (
+        ("none", "nothing predicted"),
+        ("token", "predicted from the token itself alone"),
+    )
+    for ratio in (90, 95)
 )
 
 CORRECTORS = (
@@ -198,7 +203,7 @@ REFRESH = (
     _basis(95, "basis-95-initial", "basis at 95%, the initial priors for the whole run", anchors=None),
     _basis(
         95,
-        "basis-95-plain20",
+        "basis-95-every20",
         "basis at 95%, a snapshot every 20 steps and no early ones",
         anchors=AnchorPlan(early_snapshots=()),
     ),
@@ -222,7 +227,7 @@ REFRESH = (
     ),
 )
 
-SWEEPS = (DENSE, *CORE, *CORRECTORS, *BASELINES, *TABLE_2, *REFRESH)
+SWEEPS = (DENSE, *CORE, *PREDICTION, *CORRECTORS, *BASELINES, *TABLE_2, *REFRESH)
 
 QUICK_OPTIONS = {
     "max_tokens": 120_000,
@@ -258,9 +263,11 @@ class Group:
 
 GROUPS = {
     "main": Group(MAIN, ("manpages-de",), (0, 1), 80, "the main rows, two seeds"),
-    "predicted": Group(PREDICTED, ("manpages-de",), (0, 1), 80, "basis with token-id prediction, two seeds"),
     "tune": Group(TUNE, ("manpages-de",), (0,), 40, "three learning rates"),
     "sweeps": Group(SWEEPS, ("manpages-de",), (0,), 40, "every kind of row, shorter"),
+    "prediction": Group(
+        (DENSE, *PREDICTION), ("manpages-de",), (0,), 80, "what prediction from token ids is worth"
+    ),
     "staleness": Group(
         (DENSE, *STALENESS), ("manpages-de",), (0,), 80, "refresh interval K at equal lateness"
     ),

@@ -231,9 +231,7 @@ def test_finished_rows_are_not_run_again_and_claimed_ones_are_left_alone(
 
 
 def test_options_change_the_rows_that_have_them() -> None:
-    options = parse(
-        ["--codec", "prediction=context", "token_classes=16", "--anchors", "early_snapshots=[2, 4]"]
-    )
+    options = parse(["--codec", "prediction=none", "token_classes=16", "--anchors", "early_snapshots=[2, 4]"])
     found = {
         each.row.name.partition("+")[0]: each.config
         for each in entries(("main",), RATES, seeds=(0,), codec=options.codec, anchors=options.anchors)
@@ -241,7 +239,7 @@ def test_options_change_the_rows_that_have_them() -> None:
     plain = {each.row.name: each.config for each in entries(("main",), RATES, seeds=(0,))}
     assert found["basis-90"].codec == {
         **plain["basis-90"].codec,
-        "prediction": "context",
+        "prediction": "none",
         "token_classes": 16,
     }
     assert found["basis-90"].anchors == AnchorPlan(early_snapshots=(2, 4))
@@ -316,7 +314,7 @@ def test_the_report_replaces_its_figures_and_nothing_else(
         RATES,
         seeds=(0,),
         only=("basis-90",),
-        codec={"prediction": "context"},
+        codec={"prediction": "none"},
         anchors={"lateness": 2},
     )
     course = Course(curve={0: 4.0, 20: 2.2}, wire=WireBytes(forward=50, gradient=50))
@@ -325,7 +323,7 @@ def test_the_report_replaces_its_figures_and_nothing_else(
     text, others = page.read_text().split("Other rows")
     assert text.startswith(f"above\n{BEGIN}") and others.endswith("below\n")
     assert (
-        "| `basis-90+prediction=context,lateness=2` | manpages-de | 0.0003 | 20 | 2.200 | 90.0% | 90.0% |"
+        "| `basis-90+prediction=none,lateness=2` | manpages-de | 0.0003 | 20 | 2.200 | 90.0% | 90.0% |"
         in others
     )
     page.write_text("no marks")
