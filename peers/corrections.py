@@ -22,8 +22,8 @@ from swarm.anchor.config import NoCorrectorConfig, PriorCorrectorConfig
 from swarm.anchor.corrector import CorrectionReport, Corrector, unusable
 from swarm.anchor.diagnostics import singular_value_quantiles
 from swarm.anchor.memory import target_matrices
-from swarm.anchor.prior import load_spectral_prior
-from swarm.anchor.prior_file import PriorFileError
+from swarm.anchor.prior import load_spectral_prior, prior_specs
+from swarm.anchor.prior_file import PriorFileError, prior_bytes_limit
 from swarm.anchor.registry import build_corrector
 from swarm.model.trainable import TrainableSet
 
@@ -44,7 +44,7 @@ class Corrections:
     config: the run's corrector. trainable: the stage's tensors. device: where its gradients are.
     counters: matrices corrected, and passed by reason (`passed_...`); steps that went uncorrected because a member
     of the group lacked the prior (`withheld`). report, seconds: of the last corrected step. expected: the prior
-    that the plan in force names.
+    that the plan in force names. limit_bytes: largest file that can be a prior of this stage.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class Corrections:
         self.expected = ""
         self._config, self._stage, self._device = config, stage, device
         self._shapes = dict(zip(trainable.names, trainable.shapes, strict=True))
+        rank = None if isinstance(config, NoCorrectorConfig) else config.rank
+        self.limit_bytes = prior_bytes_limit(prior_specs(target_matrices(self._shapes), rank))
         self._held: dict[str, HeldCorrector] = {}
         self._last = ""
 

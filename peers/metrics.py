@@ -75,7 +75,18 @@ _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _STAGES = 1024
 
 
-PRIOR_RESULTS = ("fetched", "hash", "file", "arrays", "publisher", "stranger", "part", "size", "conflict")
+PRIOR_RESULTS = (
+    "fetched",
+    "hash",
+    "file",
+    "arrays",
+    "publisher",
+    "disk",
+    "stranger",
+    "part",
+    "size",
+    "conflict",
+)
 
 
 class Metrics:

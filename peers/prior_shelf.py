@@ -59,27 +59,43 @@ class PriorShelf:
         self._ranks = {peer: rank for rank, peer in enumerate(anchors)}
         self._parts, self._limit_bytes = tuple(parts), limit_bytes
         self._offers: dict[PriorPart, dict[int, Offer]] = {part: {} for part in parts}
-        self._since: dict[str, float] = {}
-        self._judged: set[tuple[str, str]] = set()
+        self._since: dict[Offer, float] = {}
+        self._judged: set[Offer] = set()
+
+    @property
+    def hashes(self) -> list[str]:
+        """Of all offers that are remembered."""
+        return [offer.sha256 for offers in self._offers.values() for offer in offers.values()]
 
     def recognise(self, anchors: tuple[str, ...]) -> None:
         """Go by these anchors from now on: offers that were a stranger's are looked at anew, those of an anchor that
-        is revoked are named no more.
+        is revoked are forgotten.
         """
         if anchors != self._anchors:
             self._anchors = anchors
             self._ranks = {peer: rank for rank, peer in enumerate(anchors)}
             self._judged.clear()
+            if self._rank_of is not None:
+                return  # who leaves a stage has made no worse a prior
+            for offers in self._offers.values():
+                for step in [step for step, offer in offers.items() if offer.publisher not in self._ranks]:
+                    self._since.pop(offers.pop(step), None)
+
+    def forget_beyond(self, step: int) -> None:
+        """Forget offers that speak of later weights than there can be: they would stand before all others."""
+        for offers in self._offers.values():
+            for later in [later for later in offers if later > step]:
+                self._since.pop(offers.pop(later), None)
 
     def take(self, offer: Offer, now: float) -> str | None:
         """Look at an offer. Returns "new" for one that counts from now on, the reason if it is refused, and None
         for one that was seen before.
         """
-        if (offer.publisher, offer.sha256) in self._judged:
+        if offer in self._judged:
             return None
         if len(self._judged) > 64 * KEPT_OFFERS * max(1, len(self._parts)):
             self._judged.clear()  # strangers' offers cost nothing
-        self._judged.add((offer.publisher, offer.sha256))
+        self._judged.add(offer)
         if self._is_known(offer):
             return None
         verdict = self._judge(offer)
@@ -88,15 +104,15 @@ class PriorShelf:
             return verdict
         offers = self._offers[offer.part]
         offers[offer.step] = offer
-        self._since.setdefault(offer.sha256, now)
+        self._since[offer] = now
         while len(offers) > KEPT_OFFERS:
-            self._since.pop(offers.pop(min(offers)).sha256, None)
+            self._since.pop(offers.pop(min(offers)), None)
         return verdict
 
     def newest(self, part: PriorPart) -> Offer | None:
         """The offer of the latest weights for a part."""
-        offers = [offer for offer in self._offers[part].values() if self._counts_still(offer)]
-        return max(offers, key=lambda offer: offer.step, default=None)
+        offers = self._offers[part]
+        return offers[max(offers)] if offers else None
 
     def find(self, part: PriorPart, sha256: str) -> Offer | None:
         """An offer by its hash."""
@@ -131,9 +147,7 @@ class PriorShelf:
             offer = offers[step]
             if before is not None and step <= before.step:
                 break
-            if not self._counts_still(offer):
-                continue
-            is_late = now - self._since[offer.sha256] > PATIENCE_S
+            is_late = now - self._since[offer] > PATIENCE_S
             for stage in part.stages:
                 peers = rosters[stage]
                 have = sum(offer.name in held.get(peer, ()) for peer in peers)
@@ -148,10 +162,6 @@ class PriorShelf:
 
     def _rank(self, offer: Offer) -> int | None:
         return self._ranks.get(offer.publisher) if self._rank_of is None else self._rank_of(offer)
-
-    def _counts_still(self, offer: Offer) -> bool:
-        """An anchor may be revoked; who leaves a stage has made no worse a prior."""
-        return self._rank_of is not None or offer.publisher in self._ranks
 
     def _judge(self, offer: Offer) -> str:
         rank = self._rank(offer)

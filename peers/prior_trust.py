@@ -8,10 +8,11 @@ sealed it: such a run trusts whoever leads a round of stage 0 not to make its co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from dht.noticeboard import Noticeboard
 from peers.prior_shelf import Offer
+from peers.revoked import Revocations
 from peers.sealed_prior import UntrustedPriorError, publisher_of
 from swarm.manifest import RunManifest
 
@@ -25,6 +26,7 @@ class PriorTrust:
         self.is_leaders = manifest.anchors.source == "leaders"
         self._run_id, self._board = manifest.run_id, board
         self._anchors, self._former = anchors, former
+        self._revocations = Revocations(anchors())
 
     @property
     def has_makers(self) -> bool:
@@ -49,12 +51,20 @@ class PriorTrust:
             return None
         return leader_rank(self._run_id, offer.part.ordinal, offer.step, offer.publisher)
 
-    def check(self, data: bytes, *, is_named: bool) -> None:
+    def look(self, offered: Iterable[str], now: float) -> None:
+        """Take in what the owner has granted and revoked since. offered: hashes of the offers that are known."""
+        self._revocations.change(self._anchors(), self._former(), offered, now)
+
+    def named(self, hashes: Iterable[str], now: float) -> None:
+        """A plan that is adopted names priors with these hashes."""
+        self._revocations.named(hashes, now)
+
+    def check(self, data: bytes, sha256: str, *, is_named: bool) -> None:
         """Raise UntrustedPriorError unless a prior's file may be used. is_named: by a plan: then it may be of an anchor
-        that was revoked since, as the others work with it until it is replaced.
+        that was revoked since (`peers.revoked`).
         """
         publisher = publisher_of(data, self._run_id)
-        if self.is_leaders or publisher in self._anchors() or (is_named and publisher in self._former()):
+        if self.is_leaders or self._revocations.accepts(publisher, sha256, is_named=is_named):
             return
         raise UntrustedPriorError(f"{publisher[-8:]} made it, who is no anchor of this run")
 

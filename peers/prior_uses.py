@@ -11,8 +11,8 @@ from torch import Tensor
 
 from swarm.activation.base import BoundaryCodec
 from swarm.activation.versions import VersionedCodec
-from swarm.anchor.boundary_prior import load_boundary_prior
-from swarm.anchor.prior_file import PriorFileError
+from swarm.anchor.boundary_prior import boundary_specs, load_boundary_prior
+from swarm.anchor.prior_file import PriorFileError, prior_bytes_limit
 from swarm.manifest import RunManifest
 
 CodecOf = Callable[[int, dict[str, Tensor]], BoundaryCodec]
@@ -20,7 +20,9 @@ CodecOf = Callable[[int, dict[str, Tensor]], BoundaryCodec]
 
 
 class PriorUse(Protocol):
-    """What is made of the priors of one part."""
+    """What is made of the priors of one part. limit_bytes: largest file that can be one."""
+
+    limit_bytes: int
 
     def holds(self, sha256: str) -> bool:
         """Whether that of the prior with this hash is here; "" stands for the run's initial one."""
@@ -43,6 +45,7 @@ class BoundaryUse:
     def __init__(self, codec: VersionedCodec, codec_of: CodecOf, manifest: RunManifest) -> None:
         self._codec, self._codec_of, self._manifest = codec, codec_of, manifest
         self.holds, self.add, self.retain = codec.holds, codec.add, codec.retain
+        self.limit_bytes = prior_bytes_limit(boundary_specs(manifest.codec, manifest.model.hidden_size))
 
     def load(self, path: Path) -> BoundaryCodec:
         """See PriorUse."""

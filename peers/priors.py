@@ -37,6 +37,7 @@ from peers.prior_uses import BoundaryUse, CodecOf, PriorUse
 from peers.sealed_prior import UntrustedPriorError
 from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_by_hash
+from swarm.activation.config import BasisConfig
 from swarm.activation.versions import VersionedCodec
 from swarm.anchor.prior_file import PriorFileError, read_bounded
 from swarm.manifest import RunManifest
@@ -46,6 +47,8 @@ logger = logging.getLogger("swarm_peer.priors")
 HELD = 4
 """Priors per part that are held: those of the steps around the current one, the next, and for those who catch up."""
 RETRY_S = 0.5
+AHEAD_STEPS = 50
+"""A peer that lags may hear of priors of weights that it has not reached; none is of later ones than this."""
 AGAIN_S = 5.0
 """A prior that nobody gave is asked for again after so long."""
 
@@ -75,8 +78,9 @@ class Priors:
     """See the module. codecs: of the boundaries this peer codes at, by boundary. corrections: of its stage. trust:
     whose priors count.
 
-    counters: priors fetched, and refused by reason (hash: nobody gave the right bytes; file: not this part's
-    prior by form or shapes; arrays: values that nothing can be made of; publisher: no anchor has made it). waited_s:
+    is_linked: whether there is a link with a peer. counters: priors fetched, and refused by reason (hash: nobody gave
+    the right bytes; file: not this part's prior by form or shapes; arrays: values that nothing can be made of;
+    publisher: no anchor has made it; disk: this peer's own cannot be written or read). waited_s:
     seconds in which the plan in force named a prior that was not here, so that this peer could take no work of it.
     on_came: called when one has come.
     """
@@ -97,10 +101,11 @@ class Priors:
         tasks: asyncio.TaskGroup,
         note: Callable[[str], None],
         trust: PriorTrust,
+        is_linked: Callable[[str], bool],
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.bytes_fetched = 0
-        self._trust = trust
+        self._trust, self._is_linked = trust, is_linked
         self.corrections = corrections
         self.on_came: Callable[[], None] = lambda: None
         self._parts = parts_of(manifest)
@@ -109,6 +114,7 @@ class Priors:
             trust.makers, self._parts, MAX_PRIOR_BYTES, trust.rank if trust.is_leaders else None
         )
         self._manifest, self._stage = manifest, stage
+        self._has_basis = isinstance(manifest.codec, BasisConfig)
         self._uses: dict[PriorPart, PriorUse] = {
             PriorPart("boundary", boundary): BoundaryUse(codec, codec_of, manifest)
             for boundary, codec in codecs.items()
@@ -120,7 +126,8 @@ class Priors:
         self._held: dict[PriorPart, list[str]] = {part: [] for part in self._uses}
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, float] = {}
-        self._untrusted: dict[str, tuple[str, ...]] = {}
+        self._untrusted: dict[str, tuple[tuple[str, ...], bool]] = {}
+        self._named: dict[str, None] = {}
         self._in_force: tuple[PriorRef, ...] = ()
         self._age, self._step = PriorAge(manifest.renewed_every), 0
         self._waited_s = 0.0
@@ -196,6 +203,7 @@ class Priors:
     def tick(self) -> None:
         """Look at what anchors offer, and fetch the newest of each part."""
         now = time.monotonic()
+        self._trust.look(self.shelf.hashes, now)
         self.shelf.recognise(self._trust.makers)
         for record in self._board.priors():
             part = PriorPart(record.kind, record.part)
@@ -211,7 +219,10 @@ class Priors:
                     f"warning: two anchors offer different priors of {part} at step {offer.step}: that of the first "
                     f"anchor counts (more of this is only counted)"
                 )
-        said = self._age.look(map(self._age_of, self._uses), has_anchors=self._trust.has_makers)
+        if self._in_force:
+            self.shelf.forget_beyond(self._step + AHEAD_STEPS)
+        renewed = [part for part in self._uses if part.kind == "corrector" or self._has_basis]
+        said = self._age.look(map(self._age_of, renewed), has_anchors=self._trust.has_makers)
         if said is not None:
             self._note(said)
         for part in self._uses:
@@ -236,6 +247,7 @@ class Priors:
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: what it names and is not here is fetched, before it is needed."""
         self._in_force, self._step = prior_refs(plan), plan.step
+        self._trust.named(plan.prior_hashes, time.monotonic())
         self.corrections.expected = self._ref(self._own).sha256 if self._own in self._uses else ""
         self.holds(plan)
         self._watch_wait()
@@ -248,7 +260,7 @@ class Priors:
             if part in self._uses and not self._uses[part].holds(sha256)
         }
         for part, sha256 in missing.items():
-            self._want(part, sha256, is_urgent=True)
+            self._want(part, sha256, is_named=True)
         return all(part == self._own for part in missing)
 
     def corrector_held(self, plan: Plan) -> str:
@@ -267,7 +279,7 @@ class Priors:
         deadline = time.monotonic() + deadline_s
         while not self.corrections.holds(sha256):
             if self._own in self._uses:
-                self._want(self._own, sha256, is_urgent=True)
+                self._want(self._own, sha256, is_named=True)
             fetching = self._fetching.get(sha256)
             if fetching is not None:
                 await asyncio.wait([fetching])
@@ -295,48 +307,57 @@ class Priors:
             self._waited_s += now - self._lacking_since
         self._lacking_since = now if is_lacking else None
 
-    def _want(self, part: PriorPart, sha256: str, *, is_urgent: bool = False) -> None:
-        if sha256 in self._fetching or self._uses[part].holds(sha256):
+    def _want(self, part: PriorPart, sha256: str, *, is_named: bool = False) -> None:
+        """Fetch a prior, unless that is going on or hopeless. is_named: by a plan, or by an update."""
+        if self._uses[part].holds(sha256):
             return
-        if self._untrusted.get(sha256) == self._trust.makers:
-            return  # only the owner could change that
+        if is_named:
+            self._named[sha256] = None
+            while len(self._named) > 64:
+                self._named.pop(next(iter(self._named)))
+        if self._untrusted.get(sha256) == (self._trust.makers, sha256 in self._named):
+            return  # who made it has not become an anchor since
         since = time.monotonic() - self._refused.get(sha256, float("-inf"))
-        if since < AGAIN_S or (self._fetching and not is_urgent):
+        if sha256 in self._fetching or since < AGAIN_S or (self._fetching and not is_named):
             return
-        task = self._tasks.create_task(self._fetch(part, sha256, is_urgent))
+        task = self._tasks.create_task(self._fetch(part, sha256))
         self._fetching[sha256] = task
         task.add_done_callback(lambda _: self._fetching.pop(sha256, None))
 
-    async def _fetch(self, part: PriorPart, sha256: str, is_urgent: bool) -> None:
-        name = prior_file_name(part, sha256)
+    async def _fetch(self, part: PriorPart, sha256: str) -> None:
         path = prior_path(self._directory, part, sha256)
+        limit_bytes = min(MAX_PRIOR_BYTES, self._uses[part].limit_bytes)
+        is_named = False
         try:
             await fetch_by_hash(
                 self._p2p,
                 self._holders(part, sha256),
                 self._manifest.run_id,
-                name,
+                prior_file_name(part, sha256),
                 sha256,
                 path,
                 traffic=self._traffic,
-                limit_bytes=MAX_PRIOR_BYTES,
-                is_urgent=is_urgent,
+                limit_bytes=limit_bytes,
+                is_urgent=part.kind == "boundary" and sha256 in self._named,
             )
-            made = await asyncio.to_thread(self._load, part, path, is_urgent)
-        except (TransferError, ValueError, OSError) as error:
-            self._refuse(part, sha256, error)
+            is_named = sha256 in self._named
+            made = await asyncio.to_thread(self._load, part, path, sha256, is_named)
+            nbytes = path.stat().st_size  # just written
+        except (TransferError, ValueError, RuntimeError, OSError) as error:
+            self._refuse(part, sha256, error, is_named)
             return
         self._keep(part, sha256, made, path)
         self.counters["fetched"] += 1
-        self.bytes_fetched += path.stat().st_size  # just written
+        self.bytes_fetched += nbytes
         self._came.set()
         self._came = asyncio.Event()
         self.on_came()
 
-    def _load(self, part: PriorPart, path: Path, is_named: bool) -> Any:
+    def _load(self, part: PriorPart, path: Path, sha256: str, is_named: bool) -> Any:
         """What the prior in a file gives, if whoever made it may."""
-        self._trust.check(read_bounded(path, MAX_PRIOR_BYTES), is_named=is_named)
-        return self._uses[part].load(path)
+        use = self._uses[part]
+        self._trust.check(read_bounded(path, use.limit_bytes), sha256, is_named=is_named)
+        return use.load(path)
 
     def _keep(self, part: PriorPart, sha256: str, made: Any, path: Path) -> None:
         """Hold and serve a prior; let go of those that no plan can name any more."""
@@ -359,30 +380,38 @@ class Priors:
         self._uses[part].retain(held)
 
     def _is_waiting(self, peer: str, part: PriorPart, sha256: str) -> bool:
-        """Whether a peer cannot work without this prior: it is a boundary's and in force, and the peer, which codes
-        there, does not say that it holds it. Anybody else's fetches wait behind the training.
+        """Whether a peer cannot work without this prior: it is a boundary's and in force, and the peer, a neighbour
+        that codes there, does not say that it holds it. Anybody else's fetches wait behind the training.
         """
         record = self._board.view().get(peer)
         if record is None or part.kind != "boundary" or self._ref(part).sha256 != sha256:
             return False
-        is_near = record.stage in (part.ordinal, part.ordinal + 1)
+        is_near = record.stage in part.stages and self._is_linked(peer)
         return is_near and sha256[:PRIOR_NAME_CHARACTERS] not in record.priors
 
-    def _refuse(self, part: PriorPart, sha256: str, error: Exception) -> None:
-        kinds = {TransferError: "hash", PriorFileError: "file", UntrustedPriorError: "publisher"}
+    def _refuse(self, part: PriorPart, sha256: str, error: Exception, is_named: bool) -> None:
+        kinds: dict[type[Exception], str] = {
+            TransferError: "hash",
+            OSError: "disk",
+            PriorFileError: "file",
+            UntrustedPriorError: "publisher",
+        }
         reason = next((name for kind, name in kinds.items() if isinstance(error, kind)), "arrays")
         if sha256 not in self._refused:
             self.counters[f"refused_{reason}"] += 1
             self._note(f"warning: prior {sha256[:12]} of {part} cannot be used: {error}")
-        self._refused[sha256] = time.monotonic()
+        # Bytes with this hash that are no prior will never be one; transfers and disks recover.
+        is_final = reason in ("file", "arrays")
+        self._refused[sha256] = float("inf") if is_final else time.monotonic()
         if reason == "publisher":
-            self._untrusted[sha256] = self._trust.makers
+            self._untrusted[sha256] = (self._trust.makers, is_named)
+        if is_final or reason == "publisher":
             with suppress(OSError):
                 prior_path(self._directory, part, sha256).unlink()
-        while len(self._untrusted) > 64:
-            self._untrusted.pop(next(iter(self._untrusted)))
-        while len(self._refused) > 64:
-            self._refused.pop(next(iter(self._refused)))
+        remembered: tuple[dict[str, Any], ...] = (self._refused, self._untrusted)
+        for refused in remembered:
+            while len(refused) > 64:
+                refused.pop(next(iter(refused)))
 
     def _holders(self, part: PriorPart, sha256: str) -> list[str]:
         """Who says that it holds a prior, then its anchor, then whoever needs it too."""

@@ -162,6 +162,7 @@ class StagePeer:
             trust=PriorTrust(
                 self._manifest, self._board, lambda: self._grants.anchors, lambda: self._grants.former
             ),
+            is_linked=lambda peer: links.get(peer) is not None,
         )
         catchup = CatchUp(
             manifest=self._manifest,

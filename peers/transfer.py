@@ -12,7 +12,7 @@ import hashlib
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NoReturn
@@ -177,18 +177,17 @@ async def fetch_by_hash(
     """Fetch a file of which only name and hash (hex) are known to `target`; returns `target`.
 
     is_urgent: it passes this peer's cap before all other bulk; what the holder's cap does, the holder decides.
-    Holders whose own hash list is of another file are not asked again. Raises TransferError as `fetch_artifact`
-    does; what was fetched under a list that lies about the whole file's hash is deleted first.
+    Holders whose own hash list is of another file, or lies about the whole file's hash, are not asked again: what
+    came under such a list is deleted, and the next holder is asked. Raises TransferError as `fetch_artifact` does.
     """
-    transfer = _Transfer(p2p, run_id, name, target, deadline_idle_s, traffic, None, limit_bytes)
-    transfer.expected, transfer.is_urgent = sha256, is_urgent
+    liars: dict[str, str] = {}
     try:
-        if await asyncio.to_thread(_is_file_of, target, sha256):
-            return target
-        holder = await transfer.run(holders)
-        if not await asyncio.to_thread(_is_file_of, target, sha256):
-            await asyncio.to_thread(target.unlink)
-            raise TransferError(f"what was fetched as {name} is another file", {holder: "its hash list lies"})
+        while not await asyncio.to_thread(_is_file_of, target, sha256):
+            await asyncio.to_thread(target.unlink, missing_ok=True)
+            transfer = _Transfer(p2p, run_id, name, target, deadline_idle_s, traffic, None, limit_bytes)
+            transfer.expected, transfer.is_urgent, transfer.refused = sha256, is_urgent, liars
+            holder = await transfer.run(holders)
+            liars = {**liars, holder: "its hash list lies"}
     except OSError as error:
         raise TransferError(f"cannot read {target}: {error.strerror or error}") from error
     return target
@@ -206,7 +205,7 @@ def _is_file_of(path: Path, sha256: str) -> bool:
 class _Transfer:
     """One file on its way. fixed: its hashes if the manifest names them, else each holder's are asked for.
 
-    expected: hash of the whole file, where that is known.
+    expected: hash of the whole file, where that is known. refused: peers that are not asked, and why.
     """
 
     def __init__(
@@ -223,6 +222,7 @@ class _Transfer:
         self.fixed: Artifact | None = None
         self.expected: str | None = None
         self.is_urgent = False
+        self.refused: Mapping[str, str] = {}
         self._p2p, self._run_id, self._name, self._target = p2p, run_id, name, target
         self._idle_s, self._traffic, self._progress = idle_s, traffic, progress
         self._limit_bytes = limit_bytes
@@ -249,8 +249,8 @@ class _Transfer:
 
     async def _from_any(self, holders: Holders) -> str:
         """Ask one holder after another, again and again, until the file is whole. Raises TransferError."""
-        causes: dict[str, str] = {}
-        hopeless = {self._p2p.peer_id.to_base58()}
+        causes: dict[str, str] = dict(self.refused)
+        hopeless = {self._p2p.peer_id.to_base58(), *self.refused}
         moved_at = idle_since = time.monotonic()
         pause = RETRY_FIRST_S
         idle_rounds = 0
@@ -301,7 +301,8 @@ class _Transfer:
     async def _from_holder(self, peer: str) -> None:
         """Get all that is missing from one holder. Raises HolderError, TransferError, OSError (disk)."""
         artifact = self.fixed or await self._ask_hashes(peer)
-        if self._file.artifact is None or self._file.artifact.sha256 != artifact.sha256:
+        # The whole list is compared: one that lies about chunks must not outlive its holder.
+        if self._file.artifact != artifact:
             self._copies += 1
             if self._copies > CHANGES_OF_COPY:
                 raise TransferError(f"the holders of {self._name} fail one after another: try again later")

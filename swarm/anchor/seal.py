@@ -41,14 +41,16 @@ def content_hash(data: bytes) -> bytes:
     """What a seal signs: sha256 of a prior file without its seal. Raises PriorFileError."""
     header, body = _split(data)
     header.get(_METADATA, {}).pop(SEAL_KEY, None)
-    return hashlib.sha256(_canonical(header) + body).digest()
+    digest = hashlib.sha256(_canonical(header))
+    digest.update(body)
+    return digest.digest()
 
 
 def with_seal(data: bytes, seal: Seal) -> bytes:
     """The file with this seal in place of any other. Raises PriorFileError, ValueError for a seal that is too long."""
     header, body = _split(data)
     metadata = header.setdefault(_METADATA, {})
-    metadata[SEAL_KEY] = json.dumps(seal.model_dump(), sort_keys=True, separators=(",", ":"))
+    metadata[SEAL_KEY] = _text(seal)
     nbytes = len(json.dumps(metadata[SEAL_KEY])) + len(SEAL_KEY) + 16
     if nbytes > SEAL_BYTES:
         raise ValueError(f"a seal of {nbytes} bytes; at most {SEAL_BYTES}")
@@ -68,9 +70,17 @@ def seal_of(data: bytes) -> Seal:
     if bytes(memoryview(data)[_LENGTH.size : len(data) - len(body)]) != _canonical(header):
         raise SealError("prior file: its header is not written as a sealed one is")
     try:
-        return Seal.model_validate_json(text)
+        seal = Seal.model_validate_json(text)
     except ValidationError as error:
         raise SealError(f"prior file: its seal is none ({error.errors()[0]['msg']:.80})") from error
+    if text != _text(seal):  # or one prior could be had under any number of hashes
+        raise SealError("prior file: its seal is not written as seals are")
+    return seal
+
+
+def _text(seal: Seal) -> str:
+    """The one spelling of a seal."""
+    return json.dumps(seal.model_dump(), sort_keys=True, separators=(",", ":"))
 
 
 def _canonical(header: dict[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ from peers.fileserver import snapshot_name
 from peers.frames import Priority
 from peers.traffic import Traffic
 from peers.transfer import TransferError, fetch_artifact, fetch_by_hash, fetch_manifest, fetch_snapshot
-from swarm.manifest import RunManifest
+from swarm.manifest import Artifact, RunManifest
 
 pytestmark = pytest.mark.e2e
 pytest_plugins = ["transfer_swarm"]
@@ -287,6 +287,39 @@ def test_what_a_peer_waits_for_leaves_its_holder_before_all_other_bulk(
             used, unused = unused, used
         waited_s = holder.traffic.upload.waited_s
         assert waited_s[used] > 0 and waited_s[unused] == 0
+
+    swarm.run(scenario())
+
+
+def test_holder_whose_hash_list_lies_keeps_nobody_from_an_honest_one(swarm: Swarm, tmp_path: Path) -> None:
+    manifest = make_run(tmp_path / "artifacts", b"x")
+    content, junk = content_of(3 * MIB), content_of(3 * MIB)[::-1]
+    name, sha256 = "prior/boundary-0/x", hashlib.sha256(content).hexdigest()
+
+    async def scenario() -> None:
+        holders = [await swarm.holder() for _ in range(3)]
+        for number, (holder, data) in enumerate(zip(holders, (junk, junk, content), strict=True)):
+            path = tmp_path / f"copy-{number}"
+            path.write_bytes(data)
+            holder.server.add_run(manifest, tmp_path / "artifacts")
+            holder.server.register(name, path, manifest.run_id)
+            if data is junk:
+                described = await holder.server._hashes(
+                    name, holder.server._runs[manifest.run_id].files[name]
+                )
+                lie = described.model_copy(update={"sha256": sha256})
+                holder.server._hashes = functools.partial(answer, lie)  # type: ignore[method-assign]
+        target = tmp_path / "mine"
+        ids = [holder.id for holder in holders]
+        await fetch_by_hash(swarm.me, ids, manifest.run_id, name, sha256, target)
+        assert target.read_bytes() == content
+        target.unlink()
+        with pytest.raises(TransferError, match="its hash list lies"):
+            await fetch_by_hash(swarm.me, ids[:2], manifest.run_id, name, sha256, target)
+        assert not target.exists()
+
+    async def answer(lie: Artifact, *_: object) -> Artifact:
+        return lie
 
     swarm.run(scenario())
 

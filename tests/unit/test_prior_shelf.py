@@ -120,9 +120,33 @@ def test_offer_of_a_stranger_counts_once_the_owner_grants_and_no_more_once_it_re
     assert chosen[0] == PriorRef(1, late.sha256)
     one.recognise(("anchor", "second"))
     assert one.newest(FIRST) == offer(step=5)
-    assert one.choose(chosen, held(late, offer(step=5)), ROSTERS, NOW) == chosen, "what is in force stays"
+    assert one.choose(chosen, held(late), ROSTERS, NOW) == chosen, (
+        "what is in force stays until it is replaced"
+    )
+    replaced = one.choose(chosen, held(late, offer(step=5)), ROSTERS, NOW)
+    assert replaced[0] == PriorRef(2, offer(step=5).sha256), "by any anchor's, of older weights too"
+
+
+def test_revoked_anchors_offers_of_weights_that_never_were_stand_in_nobodys_way() -> None:
+    one = shelf(*(offer("second", step=2**40 + number) for number in range(KEPT_OFFERS)))
+    in_force = one.choose(INITIAL, held(offer("second", step=2**40)), ROSTERS, NOW)
+    one.recognise(("anchor",))
     one.take(offer(step=9), NOW)
-    assert one.choose(chosen, held(late, offer(step=9)), ROSTERS, NOW)[0] == PriorRef(2, offer(step=9).sha256)
+    assert one.newest(FIRST) == offer(step=9)
+    assert one.choose(in_force, held(offer(step=9)), ROSTERS, NOW)[0].sha256 == offer(step=9).sha256
+
+
+def test_offers_beyond_the_run_are_forgotten() -> None:
+    one = shelf(offer(step=5), offer("second", step=2**40))
+    one.forget_beyond(60)
+    assert one.newest(FIRST) == offer(step=5)
+
+
+def test_one_prior_offered_for_two_versions_is_two_offers() -> None:
+    again = [offer("second", step=step, content="same") for step in (1, 50)]
+    one = shelf(*again, *(offer(step=step) for step in range(2, 2 + KEPT_OFFERS)))
+    chosen = one.choose(INITIAL, held(again[1]), ROSTERS, NOW + PATIENCE_S + 1)
+    assert chosen[0].sha256 == again[1].sha256
 
 
 def test_anchors_offer_replaces_that_of_one_that_was_revoked() -> None:

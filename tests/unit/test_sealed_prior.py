@@ -114,3 +114,14 @@ def test_garbage_is_refused(data: bytes, identities: list[Identity]) -> None:
 def test_any_bytes_are_refused(data: bytes) -> None:
     with pytest.raises((UntrustedPriorError, PriorFileError)):
         publisher_of(data, RUN)
+
+
+def test_seal_in_another_spelling_is_refused(identities: list[Identity]) -> None:
+    sealed = seal_prior(plain(), RUN, identities[0])
+    (length,) = struct.unpack_from("<Q", sealed)
+    header = json.loads(sealed[8 : 8 + length])
+    header["__metadata__"]["seal"] = json.dumps(json.loads(header["__metadata__"]["seal"]), indent=1)
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with pytest.raises(UntrustedPriorError, match="not written as seals are"):
+        publisher_of(struct.pack("<Q", len(text)) + text + sealed[8 + length :], RUN)
