@@ -106,6 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     # Before torch is imported, or its pools keep the machine's number.
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ.setdefault(
+        "TQDM_DISABLE", "1"
+    )  # of transformers, while it loads a model: this program has its own line
     from rich.console import Console
 
     from benchmarks.quality.journal import Journal

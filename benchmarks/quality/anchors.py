@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.quality.config import AnchorPlan, RowConfig
 from benchmarks.quality.prepare import Prepared
+from benchmarks.quality.recording import RecordedCodec, Recording
 from swarm.activation.base import BoundaryCodec
 from swarm.activation.calibrate import BoundarySamples, collect_boundary_samples
 from swarm.activation.config import BasisConfig, MaskConfig
@@ -70,6 +71,11 @@ class AnchorCircuit:
         self._corrects = corrector_needs_prior(self._corrector)
         self._hidden = int(trainer.model.config.hidden_size)
         self._shapes = {name: tuple(master.shape) for name, master in trainer.masters.items()}
+        self._recordings: list[Recording] = []
+        if self._plan.source == "leaders":
+            if self._corrects:
+                raise ValueError("leaders make no priors of gradients: a corrector needs anchors")
+            self._recordings = [Recording(self._plan.window) for _ in config.cuts]
         self._memory: GradientMemory | None = None
         self._factors: Mapping[str, Factors] = {}
         if self._corrects:
@@ -102,6 +108,8 @@ class AnchorCircuit:
     def made_at(self, version: int, number: int) -> PriorSet:
         """Priors of the current weights, version `version`, by the anchors' pass `number` (0-based)."""
         codec, samples = self._codec, None
+        if self._recordings:
+            return self._made(version, [recording.samples() for recording in self._recordings], [])
         skip = _calibration(codec)[0] + number * self._plan.microbatches
         batches = self._far(skip, self._plan.microbatches)
         if needs_prior(codec):
@@ -110,7 +118,7 @@ class AnchorCircuit:
 
     def codecs(self, priors: PriorSet | None) -> list[BoundaryCodec]:
         """The codec of every boundary under these priors."""
-        return [
+        codecs = [
             build_codec(
                 self._codec,
                 hidden_size=self._hidden,
@@ -123,6 +131,11 @@ class AnchorCircuit:
             )
             for boundary in range(len(self._row.cuts))
         ]
+        if not self._recordings:
+            return codecs
+        return [
+            RecordedCodec(codec, recording) for codec, recording in zip(codecs, self._recordings, strict=True)
+        ]
 
     def corrector(self, priors: PriorSet | None) -> Any:
         """The corrector under these priors, or None where the row has none."""
@@ -132,12 +145,13 @@ class AnchorCircuit:
         return build_corrector(self._corrector, prior=prior, shapes=self._shapes)
 
     def state(self) -> dict[str, Any]:
-        """The corrector's memory, to go on from later."""
-        return {"memory": self._memory, "factors": dict(self._factors)}
+        """The corrector's memory and the recordings, to go on from later."""
+        return {"memory": self._memory, "factors": dict(self._factors), "recordings": self._recordings}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned."""
         self._memory, self._factors = state["memory"], state["factors"]
+        self._recordings = state["recordings"]
 
     def _far(self, skip: int, microbatches: int) -> list[Any]:
         return self._prepared.far_batches(self._row, microbatches, skip)

@@ -20,9 +20,10 @@ from swarm.optim import OptimizerConfig
 
 
 class AnchorPlan(BaseModel):
-    """When anchors take snapshots, and how late the priors made of them are in force.
+    """When priors are made, of what, and how late they are in force.
 
-    lateness: steps after the snapshot; None is one interval, the next scheduled snapshot.
+    lateness: steps after the snapshot; None is one interval, the next scheduled snapshot. source: anchors' passes
+    through the snapshot, or what the stages' own peers saw of the newest `window` tokens until then (boundaries only).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,6 +32,8 @@ class AnchorPlan(BaseModel):
     snapshot_every: int = Field(default=20, ge=1)
     early_snapshots: tuple[int, ...] = (5, 10)
     lateness: int | None = Field(default=None, ge=0)
+    source: Literal["anchors", "leaders"] = "anchors"
+    window: int = Field(default=8192, ge=1)
 
     def versions(self, steps: int) -> list[int]:
         """Versions that are snapshots, in a run of `steps` steps; version v are the weights after step v - 1."""

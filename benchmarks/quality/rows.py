@@ -227,7 +227,17 @@ REFRESH = (
     ),
 )
 
-SWEEPS = (DENSE, *CORE, *PREDICTION, *CORRECTORS, *BASELINES, *TABLE_2, *REFRESH)
+LEADERS = tuple(
+    _basis(
+        ratio,
+        f"basis-{ratio}-leaders",
+        f"basis at {ratio}%, no anchors: the stages' peers make priors every 5 steps, in force 2 steps later",
+        anchors=AnchorPlan(source="leaders", snapshot_every=5, early_snapshots=(), lateness=2),
+    )
+    for ratio in (90, 95)
+)
+
+SWEEPS = (DENSE, *CORE, *PREDICTION, *CORRECTORS, *BASELINES, *TABLE_2, *REFRESH, *LEADERS)
 
 QUICK_OPTIONS = {
     "max_tokens": 120_000,

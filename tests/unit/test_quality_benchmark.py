@@ -16,18 +16,21 @@ from benchmarks.quality.config import AnchorPlan, RowConfig
 from benchmarks.quality.journal import Journal, claim
 from benchmarks.quality.prediction import bytes_per_stage, step_seconds
 from benchmarks.quality.prepare import prepare, restrict_vocabulary_
+from benchmarks.quality.recording import Recording
 from benchmarks.quality.report import BEGIN, END, write_report
 from benchmarks.quality.rows import DENSE, GROUPS, SWEEPS, Entry, Row, entries, entry
 from benchmarks.quality.runner import record_of, run_entries, share_recovered
 from benchmarks.quality.simulate import Course, Seconds, simulate
 from benchmarks.quality.tuning import DEFAULT_RATE, learning_rates
 from benchmarks.quality.wire import WireBytes
+from swarm.activation.base import CodecKey
 from swarm.data.order import samples_from_far_end, samples_of_step
 from tests.kit.tiny import write_model, write_texts
 
 RATES = {"dense": 3e-4, "mask": 3e-4, "basis": 3e-4}
 BASIS = {"name": "basis", "mask_ratio": 80, "calibration_microbatches": 8, "token_classes": 2}
 PLAN = AnchorPlan(microbatches=2, snapshot_every=3, early_snapshots=(1,))
+LEADERS = AnchorPlan(source="leaders", window=200, snapshot_every=2, early_snapshots=(), lateness=1)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +145,7 @@ def test_training_and_anchors_take_the_samples_that_the_swarm_takes(folder: Path
         (BASIS, {"name": "none"}, PLAN),
         ({**BASIS, "prediction": "context"}, {"name": "bias", "rank": 4, "alpha": 0.5}, PLAN),
         ({"name": "mask", "mask_ratio": 75}, {"name": "spectral", "rank": 4}, PLAN),
+        ({**BASIS, "prediction": "context"}, {"name": "none"}, LEADERS),
     ],
 )
 def test_an_interrupted_row_ends_as_if_it_had_not_been(
@@ -170,6 +174,25 @@ def test_an_interrupted_row_ends_as_if_it_had_not_been(
     assert sorted(whole.curve) == [0, 2, 4, 6]
     assert whole.curve[6] < whole.curve[0]
     assert not list((tmp_path / "parts").glob("*.checkpoint"))
+
+
+def test_recordings_join_both_ends_of_the_newest_microbatches() -> None:
+    recording = Recording(window=100)
+    starts = torch.zeros(2, 32, dtype=torch.bool)
+    starts[:, 0] = starts[1, 20] = True
+    for step in range(4):
+        for samples in ([0, 1], [2, 3]):
+            key = CodecKey(
+                step, torch.tensor(samples), starts, token_ids=torch.zeros(2, 32, dtype=torch.int64)
+            )
+            recording.hidden(torch.full((2, 32, 4), 10.0 * step + samples[0]), key)
+            recording.gradient(torch.full((2, 32, 4), -10.0 * step - samples[0]), key)
+    found = recording.samples()
+    assert found.hidden[::64, 0].tolist() == [30.0, 32.0]  # two microbatches of 64 tokens hold 100
+    assert torch.equal(found.gradient, -found.hidden)
+    assert found.offsets[:128:32].tolist() == [0, 0, 0, 0] and found.offsets[51:53].tolist() == [19, 0]
+    with pytest.raises(ValueError, match="nothing"):
+        Recording(window=1).samples()
 
 
 def test_bytes_are_those_of_the_payloads(folder: Path, tmp_path: Path) -> None:
