@@ -146,7 +146,7 @@ class RunManifest(BaseModel):
     corrector: CorrectorConfig = NoCorrectorConfig()
     min_replicas: int = Field(default=1, ge=1, le=256)
     snapshot_every: int = Field(default=20, ge=1)
-    early_snapshots: tuple[int, ...] = (5, 10)
+    early_snapshots: tuple[int, ...] = (2, 5, 10, 15, 30)  # the first steps move the model most
     anchors: AnchorSection = AnchorSection()
     artifacts: tuple[Artifact, ...] = ()
     signature: str = ""

@@ -14,8 +14,13 @@ Family = Literal["dense", "mask", "basis"]
 LEARNING_RATES = (1.5e-4, 3e-4, 6e-4)
 """What `--group tune` tries; the second is the one of docs/method.md, which all rows take unless told otherwise."""
 
-SCHEDULE = AnchorPlan()
-"""Snapshots at 5, 10 and every 20 steps, priors in force one interval later, as a run's manifest has it."""
+SCHEDULE = AnchorPlan(early_snapshots=(2, 5, 10, 15, 30), lateness=5)
+"""Snapshots as a run's manifest has them by default: at 2, 5, 10, 15, 30 and every 20 steps. Priors are in force 5
+steps later: a pass, the fit and the transfers take two or three steps of 16,384 tokens on the machines and lines that
+runs are made for. `benchmarks/anchors.py --steps 500` says what share of the traffic this schedule makes."""
+
+PAPER_SCHEDULE = AnchorPlan()
+"""For the paper's corrector: snapshots at 5, 10 and every K = 20 steps, in force one interval later."""
 
 BASIS_REVISION = 2
 """Of codec basis; raised when equal options code otherwise, so that its rows are run again. 2: trellis-coded."""
@@ -69,7 +74,7 @@ def _mask_corrected(ratio: float, name: str = "", says: str = "", **changes: Any
         name or f"mask-{ratio:g}-spectral",
         says or f"random mask at {ratio:g}% with the paper's corrector: alpha 0.3, tau 1e-3, K 20, beta 0.95",
         corrector=_spectral(**changes),
-        anchors=SCHEDULE,
+        anchors=PAPER_SCHEDULE,
     )
 
 
@@ -85,7 +90,7 @@ def _basis(
     return Row(
         name or f"basis-{ratio:g}",
         says
-        or f"prior-coded, {100 - ratio:g}% of the bytes, predicted from token ids, anchors' priors one interval late",
+        or f"prior-coded, {100 - ratio:g}% of the bytes, predicted from token ids, anchors' priors 5 steps late",
         "basis",
         {"name": "basis", "mask_ratio": ratio, "prediction": "context", **(codec or {})},
         anchors=anchors,
