@@ -24,9 +24,9 @@ from peers.anchor_memory import AnchorMemory
 from peers.anchor_offers import AnchorOffers
 from peers.anchor_span import SpanWork
 from peers.anchor_stages import AnchorStages
+from peers.anchor_versions import VersionTries, common_versions, has_most
 from peers.anchor_work import AnchorWork, PassResult
 from peers.announcer import Announcer
-from peers.checkpoint import CheckpointError
 from peers.config import PeerConfig, UserError
 from peers.engine import Engine, JobPriority
 from peers.fileserver import FileServer
@@ -38,7 +38,6 @@ from peers.reporting import Reporter
 from peers.run_files import RunFiles
 from peers.status import StatusBoard
 from peers.traffic import Traffic
-from peers.transfer import TransferError
 from swarm.activation.config import BasisConfig
 from swarm.anchor.config import NoCorrectorConfig
 from swarm.anchor.gradients import stage_targets
@@ -108,7 +107,7 @@ class AnchorPeer:
             directory=directory / "priors",
         )
         self._work: AnchorWork
-        self._tried = 0
+        self._tries = VersionTries()
         self._said = ""
 
     async def run(self) -> None:
@@ -160,10 +159,11 @@ class AnchorPeer:
     def _check(self) -> None:
         """Raise UserError if there is nothing for this anchor to do."""
         manifest = self._manifest
-        if not isinstance(manifest.codec, BasisConfig) and not needs_prior(manifest.corrector):
+        is_coded = isinstance(manifest.codec, BasisConfig) and manifest.model.stages > 1
+        if not is_coded and not needs_prior(manifest.corrector):
+            codec = f"codec {manifest.codec.name}" if manifest.model.stages > 1 else "one stage"
             raise UserError(
-                f"run {manifest.name!r} uses codec {manifest.codec.name} and no corrector, which need no anchor: join "
-                f"a stage"
+                f"run {manifest.name!r} uses {codec} and no corrector, which need no anchor: join a stage"
             )
         if manifest.anchors.source == "leaders":
             raise UserError(f"the peers of run {manifest.name!r} make its priors themselves: join a stage")
@@ -212,25 +212,34 @@ class AnchorPeer:
                 published = time.monotonic()
                 await self._announcer.publish()
             self._look_at_memory()
-            version = self._stages.newest()
-            if version is not None and version >= self._manifest.total_steps:
+            served, total = self._stages.served(), self._manifest.total_steps
+            if has_most(served, total):
                 self._note("the run is finished: no priors are needed any more")
                 return
-            if version is not None and version > (self.figures.version or 0):
+            common = common_versions(served, self._is_before_end)
+            version = self._tries.choose(common, self.figures.version or 0, time.monotonic())
+            if version is not None:
                 await make_pass(version)
                 published = float("-inf") if self.figures.version == version else published
             await asyncio.sleep(LOOK_S)
 
+    def _is_before_end(self, version: int) -> bool:
+        return version < self._manifest.total_steps and self._manifest.keeps_snapshot(version - 1)
+
+    def _failed(self, version: int, why: str) -> None:
+        self._tries.failed(version, time.monotonic())
+        self._note(f"warning: {why}")
+
     # -- alone -------------------------------------------------------------------------------------------
 
     async def _pass_alone(self, version: int) -> None:
-        """Priors of one version, from fetching it to offering them; a failure is said, and tried again."""
+        """Priors of one version, from fetching it to offering them; a failure is said, and tried again later."""
         try:
             await self._make_priors(version)
-        except (TransferError, CheckpointError, ValueError, OSError) as error:
+        except (UserError, ValueError, OSError, RuntimeError, MemoryError) as error:
+            # RuntimeError: what torch raises for a decomposition that does not converge, or a device that is full.
             self.figures.failed += 1
-            self._note(f"warning: no priors of version {version}: {error}")
-            await asyncio.sleep(PUBLISH_S)
+            self._failed(version, f"no priors of version {version}: {str(error) or type(error).__name__}")
 
     async def _make_priors(self, version: int) -> None:
         began = time.monotonic()
@@ -275,7 +284,7 @@ class AnchorPeer:
     # -- together ----------------------------------------------------------------------------------------
 
     async def _pass_together(self, version: int, circuit_: AnchorCircuit) -> None:
-        """Lead a pass if it is this anchor's to lead; one that fails is tried again with the next version."""
+        """Lead a pass if it is this anchor's to lead; one that fails is tried again later."""
         spans, anchors, stages = self._spans(), self._grants.anchors, self._manifest.model.stages
         legs = circuit(spans, anchors, stages)
         if not legs:
@@ -287,9 +296,8 @@ class AnchorPeer:
             )
             return
         self._say(f"{len(legs)} anchors hold all stages together; {legs[0].peer[-8:]} leads")
-        if legs[0].peer != self._identity.peer_id or version <= self._tried:
+        if legs[0].peer != self._identity.peer_id:
             return
-        self._tried = version
         try:
             await circuit_.lead(version, legs)
         except PassError as error:
@@ -297,7 +305,7 @@ class AnchorPeer:
 
     def _abandoned(self, version: int, why: str) -> None:
         self.figures.abandoned += 1
-        self._note(f"warning: the pass through version {version} is abandoned: {why}; the next one is tried")
+        self._failed(version, f"the pass through version {version} is abandoned: {why}")
 
     def _spans(self) -> dict[str, Span]:
         """What the anchors that are there hold, this one included."""

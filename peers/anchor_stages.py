@@ -96,13 +96,9 @@ class AnchorStages:
         """Stages `first` to `last`, of those held."""
         return self.model.models[first - self.span[0] : last + 1 - self.span[0]]
 
-    def newest(self) -> int | None:
-        """The newest version that every stage of the run says it serves."""
-        common: set[int] | None = None
-        for stage in range(self._manifest.model.stages):
-            served = {version for versions in self._donors(stage).values() for version in versions}
-            common = served if common is None else common & served
-        return max((version for version in common or () if version > 0), default=None)
+    def served(self) -> list[dict[str, tuple[int, ...]]]:
+        """Of each of the run's stages: its peers, and the versions that each says it serves."""
+        return [self._donors(stage) for stage in range(self._manifest.model.stages)]
 
     async def load(self, version: int, first: int, last: int) -> list[Batch]:
         """Fetch weights and take them, and the pass's microbatches, of stages `first` to `last` of those held.

@@ -81,7 +81,7 @@ class AnchorWork:
             gradients = None
             if corrector_needs_prior(corrector):
                 gradients = stack.enter_context(WeightGradients(model.models))
-            if isinstance(codec, BasisConfig):
+            if isinstance(codec, BasisConfig) and model.stages > 1:  # one stage has no boundary to code at
                 samples = model.boundary_samples(
                     batches, codec.calibration_tokens, seed=version, gradients=gradients
                 )

@@ -104,3 +104,12 @@ def test_a_memory_of_the_codings_bias_takes_dense_less_coded(run_dir: Path) -> N
             bias += float(coded.square().sum())
     assert found.coding.cosine == pytest.approx(inner / (whole * bias) ** 0.5, abs=1e-4)
     assert found.coding.cosine < 1
+
+
+def test_a_run_of_one_stage_has_no_boundary_and_its_memory_is_fed_all_the_same(tmp_path: Path) -> None:
+    options = {"stages": 1, "replicas": 1, "steps": 20, "layers": 2, "calibration_microbatches": 4}
+    make_run(tmp_path, {**options, "codec": "basis", "mask_ratio": 90.0})
+    work, _, batches = world(tmp_path / "run", corrector=SpectralConfig())
+    found = work.run(batches, 5, None)
+    assert found.boundaries == () and found.coding is None
+    assert found.gradients is not None and found.gradients[0]
