@@ -265,7 +265,7 @@ def test_options_change_the_rows_that_have_them() -> None:
         "prediction": "none",
         "token_classes": 16,
     }
-    assert found["basis-90"].anchors == AnchorPlan(early_snapshots=(2, 4))
+    assert found["basis-90"].anchors == AnchorPlan(early_snapshots=(2, 4), lateness=5)
     assert found["mask-95-spectral"].codec == plain["mask-95-spectral"].codec
     assert (found["dense"].key, found["mask-95"].key) == (plain["dense"].key, plain["mask-95"].key)
 
