@@ -34,6 +34,7 @@ from peers.grants import Grants
 from peers.heap import settle
 from peers.lifecycle import Lifecycle
 from peers.prior_parts import PriorPart
+from peers.prior_sweep import sweep_priors
 from peers.reporting import Reporter
 from peers.run_files import RunFiles
 from peers.status import StatusBoard
@@ -185,6 +186,7 @@ class AnchorPeer:
     async def _prepare(self) -> None:
         """Build the stages, and the memory that a corrector needs."""
         manifest, stages = self._manifest, self._stages
+        await asyncio.to_thread(sweep_priors, self._directory / "priors")
         await stages.prepare()
         if stages.is_whole:
             self._work = AnchorWork(self._config, manifest, stages.model, self._files)

@@ -64,6 +64,7 @@ class AnchorMemory:
         self._task: asyncio.Task[None] | None = None
         self._next: int | None = None
         self._has_failed = False
+        self._failing: set[int] = set()
 
     @property
     def version(self) -> int | None:
@@ -141,23 +142,32 @@ class AnchorMemory:
                 began = time.monotonic()
                 try:
                     factors = await asyncio.to_thread(self._factorise, stage, matrices)
-                except ValueError as error:
-                    self._note(f"warning: no corrector's prior of stage {stage}: {error}")
-                    continue
-                seconds += time.monotonic() - began
-                self._factors[stage] = factors
-                prior = SpectralPrior(stage, 0, version, factors)  # the plan that puts it in force counts
-                data = await asyncio.to_thread(encode_spectral_prior, prior)
-                self.prior_bytes += len(data)
-                try:
+                    seconds += time.monotonic() - began
+                    self._factors[stage] = factors
+                    prior = SpectralPrior(stage, 0, version, factors)  # the plan that puts it in force counts
+                    data = await asyncio.to_thread(encode_spectral_prior, prior)
                     await self._offer(version, PriorPart("corrector", stage), data)
-                except (OSError, TimeoutError) as error:
-                    self._note(f"warning: the corrector's prior of stage {stage} is not offered: {error}")
+                except (ValueError, OSError, RuntimeError, MemoryError) as error:
+                    # RuntimeError: what torch raises for a decomposition that does not converge.
+                    self._say_failed(stage, error)
+                    continue
+                self.prior_bytes += len(data)
+                self._failing.discard(stage)
             self._version, self.factor_s = version, seconds
             self._note(
                 f"corrector's priors of version {version}: {self.prior_bytes / 1e6:.1f} MB, factored in "
                 f"{seconds:.1f} s"
             )
+
+    def _say_failed(self, stage: int, error: BaseException) -> None:
+        """Once, until it goes well again: the next pass is likely to fail the same way."""
+        if stage not in self._failing:
+            self._failing.add(stage)
+            cause = str(error) or type(error).__name__
+            self._note(
+                f"warning: no corrector's prior of stage {stage}: {cause} (more of this is only logged)"
+            )
+        logger.warning("no corrector's prior of stage %d: %s", stage, error)
 
     def _factorise(self, stage: int, matrices: Mapping[str, Tensor]) -> dict[str, Factors]:
         found = factorise(matrices, self._config.rank, seed=self._seed, previous=self._factors.get(stage))

@@ -11,7 +11,7 @@ from hivemind.p2p import P2P
 
 from dht.noticeboard import Noticeboard
 from peers.anchor_cover import Span
-from peers.checkpoint import CheckpointStore
+from peers.checkpoint import RUN_CHARACTERS, CheckpointStore
 from peers.compute import compute_dtype, model_config
 from peers.config import PeerConfig
 from peers.engine import Engine, JobPriority
@@ -119,6 +119,7 @@ class AnchorStages:
     async def _load(self, version: int, stage: int) -> None:
         run_id = self._manifest.run_id
         path = self._store.path(version, stage, run_id)
+        await asyncio.to_thread(self._drop_partials, stage, path)
         donors = self._donors(stage)
         holders = sorted(donors, key=lambda peer: version not in donors[peer])
         place = stage - self.span[0]
@@ -134,6 +135,15 @@ class AnchorStages:
         finally:
             with suppress(OSError):  # the weights are in memory: nobody else needs the file
                 await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    def _drop_partials(self, stage: int, kept: Path) -> None:
+        """Remove what came of versions that could not be had whole; that of `kept` is gone on with."""
+        for path in self._directory.glob(
+            f"{self._manifest.run_id[:RUN_CHARACTERS]}-stage-{stage}-version-*.partial"
+        ):
+            if not path.name.startswith(f"{kept.name}."):
+                with suppress(OSError):
+                    path.unlink()
 
     def _donors(self, stage: int) -> dict[str, tuple[int, ...]]:
         return {

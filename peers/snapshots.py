@@ -49,6 +49,8 @@ class Snapshots:
     ) -> None:
         self.served: list[int] = []
         self._lineages: dict[int, str] = {}
+        self._weights: dict[int, Path] = {}  # where each version's are, once somebody has asked for them
+        self._made = 0
         self._manifest, self._stage, self._compute = manifest, stage, compute
         self._engine, self._store, self._server = engine, store, server
         self._metrics, self._note, self._updates = metrics, note, updates
@@ -102,12 +104,23 @@ class Snapshots:
                 return
 
     def adopt(self, path: Path, version: int, lineage: str) -> None:
-        """Serve a verified checkpoint that was fetched into the store."""
-        run_id, weights = self._manifest.run_id, self._weights(path)
+        """Serve a verified checkpoint that was fetched into the store, in place of any other one of that version."""
+        run_id = self._manifest.run_id
+        self._drop_weights(version)
+        self._made += 1
+        # A name of its own each time: what is still being made of an earlier one does not become this one's.
+        weights = path.parent / "weights" / f"{self._made}-{path.name}"
+        self._weights[version] = weights
+
+        def make() -> None:
+            write_weights(path, weights)
+            if (
+                self._weights.get(version) != weights
+            ):  # withdrawn meanwhile, perhaps before the file was there
+                weights.unlink(missing_ok=True)
+
         self._server.register(snapshot_name(version, self._stage), path, run_id)
-        self._server.register(
-            weights_name(version, self._stage), weights, run_id, make=lambda: write_weights(path, weights)
-        )
+        self._server.register(weights_name(version, self._stage), weights, run_id, make=make)
         if version not in self.served:
             insort(self.served, version)
         self._lineages[version] = lineage
@@ -180,13 +193,14 @@ class Snapshots:
             run_id = self._manifest.run_id
             self._server.unregister(snapshot_name(version, self._stage), run_id)
             self._server.unregister(weights_name(version, self._stage), run_id)
-            with suppress(OSError):
-                self._weights(self._store.path(version, self._stage, run_id)).unlink()
+            self._drop_weights(version)
 
-    @staticmethod
-    def _weights(path: Path) -> Path:
-        """Where the weights of a checkpoint are kept, once somebody has asked for them."""
-        return path.parent / "weights" / path.name
+    def _drop_weights(self, version: int) -> None:
+        """Forget the weights of a version, and remove their file if it was made."""
+        weights = self._weights.pop(version, None)
+        if weights is not None:
+            with suppress(OSError):
+                weights.unlink(missing_ok=True)
 
     async def _offer_found(self) -> None:
         run_id = self._manifest.run_id

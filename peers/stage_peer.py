@@ -35,6 +35,7 @@ from peers.links import ANEW, LEFT, Links, short
 from peers.metrics import Metrics
 from peers.payloads import largest_payload
 from peers.prepare import codec_of, prepare_stage
+from peers.prior_sweep import sweep_priors
 from peers.prior_trust import PriorTrust
 from peers.priors import Priors
 from peers.reporting import Reporter
@@ -136,6 +137,7 @@ class StagePeer:
             note=note,
             updates=self._updates,
         )
+        await asyncio.to_thread(sweep_priors, directory / "priors")
         await self._updates.start()
         await self._snapshots.start()
         await self._snapshots.checked()

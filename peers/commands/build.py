@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from peers.commands.corrector import corrector_config
+from peers.commands.corrector import check_prior_size, corrector_config
 from peers.commands.evaluate import quiet_transformers
 from peers.commands.init import RunOptions, check_target
 from peers.config import UserError
@@ -195,6 +195,7 @@ def _build(
     require_pipeline_plan(config)
     cuts = _cuts(options, config)
     _check_model(options, codec, config)
+    check_prior_size(corrector, config, cuts)
     section = ModelSection(
         name=options.model,
         config=_plain(config.to_dict()),

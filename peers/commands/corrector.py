@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 ALL_TRIPLETS = 0
 """Rank on the command line that stands for all singular triplets."""
+HEAD_BYTES = 2**20
+"""Most that a prior's names, shapes and seal take."""
 
 
 def corrector_config(options: RunOptions) -> NoCorrectorConfig | PriorCorrectorConfig:
@@ -101,15 +104,33 @@ def corrector_notes(manifest: RunManifest) -> list[str]:
 def prior_bytes(manifest: RunManifest) -> int:
     """Bytes of the largest stage's prior, as anchors publish it: U and V in bf16, singular values in fp32."""
     from peers.compute import model_config
+
+    rank = None if isinstance(manifest.corrector, NoCorrectorConfig) else manifest.corrector.rank
+    return _prior_bytes(rank, model_config(manifest), manifest.model.cuts)
+
+
+def check_prior_size(
+    corrector: NoCorrectorConfig | PriorCorrectorConfig, config: Any, cuts: Sequence[int]
+) -> None:
+    """Raise UserError if a stage's prior would be larger than anybody takes. config: of the model; cuts: its cuts."""
+    if isinstance(corrector, NoCorrectorConfig):
+        return
+    from dht.records import MAX_PRIOR_BYTES
+
+    nbytes = _prior_bytes(corrector.rank, config, cuts) + HEAD_BYTES
+    if nbytes > MAX_PRIOR_BYTES:
+        raise UserError(
+            f"--corrector-rank {corrector.rank or ALL_TRIPLETS}: the corrector's prior of a stage would have "
+            f"{nbytes / 1e6:.0f} MB, of at most {MAX_PRIOR_BYTES / 1e6:.0f}: choose a smaller rank or more stages"
+        )
+
+
+def _prior_bytes(rank: int | None, config: Any, cuts: Sequence[int]) -> int:
     from swarm.anchor.factor import factor_rank
     from swarm.anchor.memory import target_matrices
     from swarm.model.stage import stage_tensor_names
 
-    rank = None if isinstance(manifest.corrector, NoCorrectorConfig) else manifest.corrector.rank
-    config, largest = model_config(manifest), 0
-    for stage in range(manifest.model.stages):
-        shapes = target_matrices(stage_tensor_names(config, manifest.model.cuts, stage))
-        largest = max(
-            largest, sum((2 * sum(shape) + 4) * factor_rank(shape, rank) for shape in shapes.values())
-        )
-    return largest
+    stages = [
+        target_matrices(stage_tensor_names(config, cuts, stage)).values() for stage in range(len(cuts) + 1)
+    ]
+    return max(sum((2 * sum(shape) + 4) * factor_rank(shape, rank) for shape in shapes) for shapes in stages)

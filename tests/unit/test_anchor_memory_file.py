@@ -25,6 +25,7 @@ class Anchor:
     def __init__(self, manifest: RunManifest, folder: Path) -> None:
         self.offered: list[tuple[int, PriorPart, bytes]] = []
         self.notes: list[str] = []
+        self.refuses: Exception | None = None
         self.memory = AnchorMemory(
             config=CONFIG,
             manifest=manifest,
@@ -35,6 +36,8 @@ class Anchor:
         )
 
     async def offer(self, version: int, part: PriorPart, data: bytes) -> None:
+        if self.refuses is not None and part.ordinal == 0:
+            raise self.refuses
         self.offered.append((version, part, data))
 
 
@@ -102,5 +105,31 @@ def test_a_damaged_memory_starts_cold_and_a_full_disk_stops_nothing(tmp_path: Pa
             await nowhere.memory.settle()
         assert sum("cannot be kept" in note for note in nowhere.notes) == 1
         assert len(nowhere.offered) == 4
+
+    asyncio.run(scenario())
+
+
+def test_stage_whose_prior_cannot_be_offered_is_said_once_and_keeps_no_other_back(tmp_path: Path) -> None:
+    manifest = stage_run(tmp_path)
+
+    async def scenario() -> None:
+        one = Anchor(manifest, tmp_path / "anchor")
+        for version, error in (
+            (5, ValueError("nbytes: too large")),
+            (10, RuntimeError("no room")),
+            (15, None),
+        ):
+            one.refuses = error
+            await one.memory.ingest(version, gradients(version))
+            await one.memory.settle()
+        assert [(version, part.ordinal) for version, part, _ in one.offered] == [
+            (5, 1),
+            (10, 1),
+            (15, 0),
+            (15, 1),
+        ]
+        assert [note for note in one.notes if note.startswith("warning")] == [
+            "warning: no corrector's prior of stage 0: nbytes: too large (more of this is only logged)"
+        ]
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""A pass that an anchor cannot make costs that pass only."""
+"""A pass that an anchor cannot make costs that pass only, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -65,3 +65,17 @@ def test_pass_that_fails_is_counted_said_and_tried_again_later(tmp_path: Path, e
     assert one.figures.failed == 1
     assert any("no priors of version 20: " in note and not note.endswith(": ") for note in notes)
     assert one._tries.choose({20: True}, 0, 0.0) is None
+
+
+def test_what_came_of_other_versions_of_a_stage_is_removed_and_that_of_this_one_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    one = anchor(tmp_path, [])
+    folder = one._directory
+    folder.mkdir(parents=True)
+    kept = [folder / f"{name}.partial" for name in ("r-stage-1-version-40", "r-stage-10-version-20", "other")]
+    old = [folder / f"r-stage-1-version-{name}.partial" for name in ("20", "20.0123abcd", "400")]
+    for path in (*kept, *old):
+        path.write_bytes(b"x")
+    one._stages._drop_partials(1, folder / "r-stage-1-version-40")
+    assert sorted(folder.iterdir()) == sorted(kept)

@@ -12,9 +12,15 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from peers.anchor_figures import AnchorFigures
-from peers.commands.corrector import corrector_config, corrector_notes, prior_bytes
+from peers.commands.corrector import (
+    HEAD_BYTES,
+    check_prior_size,
+    corrector_config,
+    corrector_notes,
+    prior_bytes,
+)
 from peers.commands.init import RunOptions
-from peers.compute import take_step
+from peers.compute import model_config, take_step
 from peers.config import UserError
 from peers.corrections import Corrections
 from peers.corrector_metrics import CorrectorMetrics
@@ -194,6 +200,18 @@ def test_notes_tell_an_owner_what_a_corrector_needs_and_costs(compute: Any, tmp_
     anchored = AnchorSection(peers=("Qm" + "a" * 44,))
     often = manifest.model_copy(update={"anchors": anchored, "snapshot_every": 10})
     assert all(note.startswith("note: the corrector's prior of a stage") for note in corrector_notes(often))
+
+
+def test_a_rank_whose_prior_nobody_would_take_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stage_run(tmp_path).model
+    config, wanted = model_config(stage_run(tmp_path)), SpectralConfig(rank=None)
+    check_prior_size(NoCorrectorConfig(), config, model.cuts)
+    check_prior_size(wanted, config, model.cuts)
+    monkeypatch.setattr("dht.records.MAX_PRIOR_BYTES", HEAD_BYTES)
+    with pytest.raises(UserError, match=r"--corrector-rank 0: .* smaller rank"):
+        check_prior_size(wanted, config, model.cuts)
 
 
 def test_metrics_follow_the_figures(compute: Any, tmp_path: Path) -> None:

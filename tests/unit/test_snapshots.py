@@ -22,6 +22,7 @@ from peers.metrics import Metrics
 from peers.snapshots import Snapshots
 from peers.traffic import Traffic
 from peers.update_log import UpdateLog
+from peers.weights_file import weights_name, write_weights
 from swarm.manifest import RunManifest
 from tests.kit.members import STAGE, running_engine, stage_compute, stage_run
 
@@ -308,5 +309,52 @@ def test_snapshots_that_the_disk_cannot_follow_do_not_pile_up_in_memory(
         await peer.snapshots.settle(20)
         assert (peer.counted("written"), peer.counted("failed")) == (2, 2)
         assert any("slower than the snapshots" in note for note in peer.notes)
+
+    scenario_of(scenario)
+
+
+def weights_of(peer: Peer, version: int) -> Any:
+    """What is on offer as the weights of a version."""
+    return peer.server._runs[peer.manifest.run_id].files[weights_name(version, STAGE)]
+
+
+def test_weights_of_another_lineage_take_the_place_of_those_before(engine: Engine, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        peer = Peer(engine, tmp_path, tmp_path / "kept")
+        await peer.train(2)
+        before = weights_of(peer, 2)
+        before.make()
+        old = before.path.read_bytes()
+        await peer.step()
+        path = peer.store.save(2, await engine.submit(JobPriority.ROUND, peer.compute.state), meta_of(peer))
+        peer.snapshots.adopt(path, 2, "another")
+        after = weights_of(peer, 2)
+        assert not before.path.exists() and not after.path.exists()
+        after.make()
+        assert after.path.read_bytes() != old
+
+    scenario_of(scenario)
+
+
+def meta_of(peer: Peer) -> dict[str, Any]:
+    return {"run_id": peer.manifest.run_id, "stage": STAGE, "lineage": "another"}
+
+
+def test_weights_that_are_withdrawn_while_they_are_made_leave_no_file(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        peer = Peer(engine, tmp_path, tmp_path / "kept")
+        await peer.train(2)
+        offered = weights_of(peer, 2)
+
+        def late(checkpoint: Path, target: Path) -> None:
+            peer.snapshots._withdraw(lambda version: False)
+            write_weights(checkpoint, target)
+
+        monkeypatch.setattr("peers.snapshots.write_weights", late)
+        offered.make()
+        assert list(offered.path.parent.iterdir()) == []
+        assert peer.offered == []
 
     scenario_of(scenario)
