@@ -4,10 +4,9 @@ A token's hidden state, less the mean and what the token ids predict (`predictio
 Fisher-weighted principal basis (whose leading directions are those in which an error costs loss), its gradient in
 the principal directions of the gradients. `quantise` says how coordinates become bits.
 
-Massive activations (a handful of channels a hundred times larger than everything else) are sent in full in
-bfloat16, for one lost value ruins the document: at document starts and other positions that calibration found,
-and wherever else they turn up, by sending one ordinary token in `escape_interval` in full, the largest ones of
-the microbatch.
+Massive activations (a handful of channels a hundred times larger than everything else) are sent in bfloat16, for
+one lost value ruins the document: whole tokens at document starts and other positions that calibration found, and
+elsewhere single values (`outliers`).
 
 Widths, positions and sizes follow from integers in the prior and the key; no float decides a layout. The
 backward direction is straight-through: the sender takes the decoded gradient for dL/dh.
@@ -33,8 +32,9 @@ from swarm.activation.base import (
     check_finite,
     check_payload,
 )
-from swarm.activation.codebook import LEVEL_VALUES, Codebook
+from swarm.activation.codebook import Codebook, normal_codebook
 from swarm.activation.config import BasisConfig, code_budget_bits
+from swarm.activation.outliers import Outliers
 from swarm.activation.prediction import TokenPredictor
 from swarm.activation.quantise import (
     LARGEST_OFFSET,
@@ -69,7 +69,7 @@ def dense_positions(document_starts: Tensor, offsets: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _Coder:
     """One direction: centre fp32 [H], analysis [H, R] and synthesis [R, H] in the compute dtype, scale fp32 [R],
-    widths, and of how many tokens the largest one escapes.
+    widths, and how outliers are sent (None: they are not).
     """
 
     centre: Tensor
@@ -78,16 +78,15 @@ class _Coder:
     scale: Tensor
     table: WidthTable
     codebook: Codebook
-    escape_interval: int
+    outliers: Outliers | None
 
     def layout(self, tokens: int) -> Layout:
         """Payload of `tokens` ordinary tokens."""
-        escaped = tokens // self.escape_interval
         return {
-            "codes": TensorSpec(torch.uint8, (self.table.nbytes(tokens - escaped),)),
+            "codes": TensorSpec(torch.uint8, (self.table.nbytes(tokens),)),
             "gains": TensorSpec(torch.uint8, (tokens,)),
             "gain_offset": TensorSpec(torch.int16, (1,)),
-            "escaped": TensorSpec(torch.bfloat16, (escaped, self.centre.shape[0])),
+            **(self.outliers.layout(tokens) if self.outliers is not None else {}),
         }
 
     def encode(self, rows: Tensor, predicted: Tensor | None) -> Payload:
@@ -96,43 +95,40 @@ class _Coder:
         centred = rows.float() - self.centre
         if predicted is not None:
             centred -= predicted
-        centred = centred.to(self.analysis.dtype)
-        coordinates = (centred @ self.analysis).float()
+        apart = self.outliers.take_(centred, rows) if self.outliers is not None else {}
+        coordinates = (centred.to(self.analysis.dtype) @ self.analysis).float()
         gains, offset = token_gains(coordinates, self.scale)
         order = rank_tokens(gains)
-        escaped = rows.shape[0] // self.escape_interval
-        coded = order[escaped:]
-        return {
-            "codes": quantise(
-                coordinates[coded], gain_values(gains[coded], offset), self.scale, self.table, self.codebook
-            ),
-            "gains": gains,
-            "gain_offset": offset,
-            "escaped": rows[order[:escaped]].to(torch.bfloat16),
-        }
+        values = gain_values(gains[order], offset)
+        codes = quantise(coordinates[order], values, self.scale, self.table, self.codebook)
+        return {"codes": codes, "gains": gains, "gain_offset": offset, **apart}
 
     def decode(self, payload: Payload, predicted: Tensor | None) -> Tensor:
-        """Rows [n, H] in the compute dtype from a checked payload. predicted: as `encode` had it, up to rounding."""
+        """Rows [n, H] in the compute dtype from a checked payload. predicted: as `encode` had it, up to rounding.
+
+        Raises PayloadError for outliers that are nowhere.
+        """
         gains, dtype = payload["gains"], self.synthesis.dtype
         order = rank_tokens(gains)
-        escaped = gains.shape[0] // self.escape_interval
-        coded = gain_values(gains[order[escaped:]], payload["gain_offset"])
-        coordinates = dequantise(payload["codes"], coded, self.scale, self.table, self.codebook)
-        restored = (coordinates.to(dtype) @ self.synthesis).float() + self.centre
+        values = gain_values(gains[order], payload["gain_offset"])
+        ranked = dequantise(payload["codes"], values, self.scale, self.table, self.codebook)
+        coordinates = torch.empty_like(ranked).index_copy_(0, order, ranked).to(dtype)
+        rows = (coordinates @ self.synthesis).float() + self.centre
         if predicted is not None:
-            restored += predicted.index_select(0, order[escaped:])
-        rows = torch.empty((gains.shape[0], self.centre.shape[0]), dtype=dtype, device=gains.device)
-        rows.index_copy_(0, order[escaped:], restored.to(dtype))
-        return rows.index_copy_(0, order[:escaped], payload["escaped"].to(dtype))
+            rows += predicted
+        rows = rows.to(dtype)
+        if self.outliers is not None:
+            self.outliers.put_(payload, rows)
+        return rows
 
 
 class BasisCodec(BoundaryCodec):
     """See the module. `prior` is what `fit_basis_prior` returns:
 
-    mean: fp32 [H]; encode, decode: [H, R]; scale: fp32 [R]; widths: integer [C, W]; levels: fp32 [LEVEL_VALUES];
-    gradient_basis: [H, R']; gradient_scale, gradient_widths, gradient_levels alike; dense_offsets: integer [n]; with
-    prediction also predict_in [c F, r] and predict_out [r, H], and `tokens`, the run's table. Raises ValueError for
-    missing arrays, wrong shapes, or widths that exceed the budget of mask_ratio.
+    mean: fp32 [H]; encode, decode: [H, R]; scale: fp32 [R]; widths: integer [C, W]; gradient_basis: [H, R'],
+    gradient_scale and gradient_widths alike; dense_offsets: integer [n]; with prediction also predict_in [c F, r] and
+    predict_out [r, H], and `tokens`, the run's table. Raises ValueError for missing arrays, wrong shapes, or widths
+    that exceed the budget of mask_ratio.
     """
 
     name: ClassVar[str] = "basis"
@@ -150,9 +146,8 @@ class BasisCodec(BoundaryCodec):
     ) -> None:
         self.hidden_size = hidden_size
         self.dtype = dtype
-        budget = code_budget_bits(config.mask_ratio, hidden_size, config.escape_interval)
         try:
-            check_basis_prior(prior, hidden_size=hidden_size, budget_bits=budget)
+            check_basis_prior(prior, config, hidden_size)
             self._predictor: TokenPredictor | None = None
             if config.prediction != "none":
                 if tokens is None:
@@ -164,36 +159,35 @@ class BasisCodec(BoundaryCodec):
             raise ValueError(f"prior of boundary {boundary}: {error}") from error
         self._offsets = prior["dense_offsets"].to(device=device, dtype=torch.int64)
 
-        def coder(centre: Tensor, encode: str, decode: str, prefix: str) -> _Coder:
+        def coder(centre: Tensor, encode: str, decode: str, prefix: str, outliers: Outliers | None) -> _Coder:
             return _Coder(
                 centre=centre,
                 analysis=prior[encode].to(device=device, dtype=dtype).contiguous(),
                 synthesis=prior[decode].T.to(device=device, dtype=dtype).contiguous(),
                 scale=prior[f"{prefix}scale"].to(device=device, dtype=torch.float32),
                 table=WidthTable(prior[f"{prefix}widths"].tolist()),
-                codebook=Codebook(prior[f"{prefix}levels"].to(device=device, dtype=torch.float32)),
-                escape_interval=config.escape_interval,
+                codebook=normal_codebook(device),
+                outliers=outliers,
             )
 
         mean = prior["mean"].to(device=device, dtype=torch.float32)
         zero = torch.zeros_like(mean)
-        self._forward = coder(mean, "encode", "decode", "")
-        self._backward = coder(zero, "gradient_basis", "gradient_basis", "gradient_")
+        self._forward = coder(mean, "encode", "decode", "", Outliers(hidden_size, config.outlier_interval))
+        self._backward = coder(zero, "gradient_basis", "gradient_basis", "gradient_", None)
 
     def layout(self, key: CodecKey) -> Layout:
-        """`codes` uint8, `gains` uint8 [n], `gain_offset` int16 [1], `escaped` bfloat16 [n // interval, H], `dense`
-        bfloat16 [m, H].
+        """`codes` uint8, `gains` uint8 [n], `gain_offset` int16 [1], those of `Outliers`, `dense` bfloat16 [m, H].
 
         m positions are dense, n = B * T - m are ordinary.
         """
         return self._layout(key, self._forward)
 
     def gradient_layout(self, key: CodecKey) -> Layout:
-        """As forward, with as many codes as the gradient's widths ask for."""
+        """As forward, without outliers, and with as many codes as the gradient's widths ask for."""
         return self._layout(key, self._backward)
 
     def byte_count(self, key: CodecKey) -> ByteCount:
-        """Forward bytes; the backward direction may have a few codes fewer. Escaped tokens count as coded."""
+        """Forward bytes; the backward direction may differ by a few codes. Outliers count as coded."""
         layout = self.layout(key)
         dense = layout.pop("dense").nbytes
         return ByteCount(coded=sum(spec.nbytes for spec in layout.values()), dense_positions=dense)
@@ -234,7 +228,7 @@ class BasisCodec(BoundaryCodec):
     def _restore(self, coder: _Coder, payload: Payload, key: CodecKey) -> Tensor:
         """[B, T, H] from a payload in one direction. Raises PayloadError."""
         check_payload(payload, self._layout(key, coder))
-        check_finite(payload, ("escaped", "dense"))
+        check_finite(payload, ("dense",))
         if int(payload["gain_offset"]) > LARGEST_OFFSET:
             raise PayloadError("payload tensor 'gain_offset' is beyond any finite gain")
         ordinary, dense = self._split(key)
@@ -255,15 +249,19 @@ class BasisCodec(BoundaryCodec):
         return (~dense).nonzero().squeeze(1), dense.nonzero().squeeze(1)
 
 
-def check_basis_prior(prior: Mapping[str, Tensor], *, hidden_size: int, budget_bits: int) -> None:
+def check_basis_prior(prior: Mapping[str, Tensor], config: BasisConfig, hidden_size: int) -> None:
     """Raise ValueError unless arrays fit each other and the hidden size, and codes fit the budget per token."""
-    for basis, prefix in (("encode", ""), ("decode", ""), ("gradient_basis", "gradient_")):
-        scale, widths, levels = f"{prefix}scale", f"{prefix}widths", f"{prefix}levels"
-        missing = {basis, scale, widths, levels, "mean", "dense_offsets"} - set(prior)
+    for basis, prefix, interval in (
+        ("encode", "", config.outlier_interval),
+        ("decode", "", config.outlier_interval),
+        ("gradient_basis", "gradient_", None),
+    ):
+        scale, widths = f"{prefix}scale", f"{prefix}widths"
+        missing = {basis, scale, widths, "mean", "dense_offsets"} - set(prior)
         if missing:
             raise ValueError(f"lacks {sorted(missing)}; fit it with fit_basis_prior")
         rank = int(prior[scale].numel())
-        wanted = {basis: (hidden_size, rank), scale: (rank,), "mean": (hidden_size,), levels: (LEVEL_VALUES,)}
+        wanted = {basis: (hidden_size, rank), scale: (rank,), "mean": (hidden_size,)}
         for name, shape in wanted.items():
             if tuple(prior[name].shape) != shape or not prior[name].is_floating_point():
                 raise ValueError(
@@ -272,11 +270,10 @@ def check_basis_prior(prior: Mapping[str, Tensor], *, hidden_size: int, budget_b
                 )
         if not bool((prior[scale] > 0).all()):
             raise ValueError(f"{scale!r} must be positive")
-        if not bool(torch.isfinite(prior[levels]).all()):
-            raise ValueError(f"{levels!r} holds values that are not finite")
         table = WidthTable(prior[widths].tolist())
         if table.coordinates > rank:
             raise ValueError(f"{widths!r} codes {table.coordinates} coordinates, but there are {rank}")
+        budget_bits = code_budget_bits(config.mask_ratio, hidden_size, interval)
         if sum(table.token_bits) > table.classes * budget_bits:
             raise ValueError(
                 f"{widths!r} spends {sum(table.token_bits) / table.classes:.1f} bits per token where {budget_bits} "

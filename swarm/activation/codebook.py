@@ -1,8 +1,8 @@
 """Levels of the trellis-coded quantiser at every width, and which of them is nearest to a value.
 
 A width spends `bits` on a step of `span` coordinates and has 2^(bits + 1) levels of that many numbers; level
-4 i + j is the i-th of subset j (see `trellis`). Levels are learned from samples, for hidden states and gradients
-have heavier tails than a normal distribution, and stand in the prior.
+4 i + j is the i-th of subset j (see `trellis`). They suit values of a standard normal distribution, and do as well
+on coordinates of hidden states and gradients over their expected deviation as levels learned from those.
 
 The nearest level of a subset is read from a table over a grid of values, denser near zero. Between grid points
 it may name the second nearest; that costs the encoder next to nothing, and the decoder nothing at all.
@@ -10,6 +10,7 @@ it may name the second nearest; that costs the encoder next to nothing, and the 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,11 @@ from swarm.activation.trellis import SUBSETS
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """Bits of a step, and how many coordinates it codes."""
+    """Bits of a step, how many coordinates it codes, and the share of a normal value's square that is lost."""
 
     bits: int
     span: int
+    lost: float
 
     @property
     def levels(self) -> int:
@@ -31,28 +33,38 @@ class Width:
         return 2 << self.bits
 
 
-WIDTHS = (*(Width(bits, 1) for bits in range(8, 0, -1)), Width(1, 2))
+WIDTHS = (
+    Width(8, 1, 2.90e-5),
+    Width(7, 1, 1.144e-4),
+    Width(6, 1, 4.52e-4),
+    Width(5, 1, 1.722e-3),
+    Width(4, 1, 6.57e-3),
+    Width(3, 1, 0.02448),
+    Width(2, 1, 0.0892),
+    Width(1, 1, 0.318),
+    Width(1, 2, 0.566),
+)
 """In the order of a table's columns and of the stream: a plane of bits covers a prefix of the steps."""
 
 LEVEL_VALUES = sum(width.levels * width.span for width in WIDTHS)
-"""Numbers in the levels of a prior: those of every width one after the other."""
+"""Numbers of all levels, of one width after the other."""
 
-_PAIR_LEVELS = ((-0.81, 0.42), (-0.42, -0.81), (0.81, -0.42), (0.42, 0.81))
-"""A square, tilted: the best four points found for pairs of normal values."""
+_SPREAD = {8: 1.73, 7: 1.73, 6: 1.7, 5: 1.6, 4: 1.5, 3: 1.37}
+"""By bits: levels are these times the normal distribution's quantiles. At high rate the best factor is 3^(1/2)
+(Panter and Dite, "Quantization distortion in pulse-count modulation with nonuniform spacing of levels", 1951)."""
 
-_COMPANDING = {1: (1.6, 1.7), 2: (1.6, 1.7), 3: (1.8, 1.5), 4: (1.4, 1.3)}
-_COMPANDING_WIDE = (1.2, 1.18)
-"""Default levels c x / (l - |x|), x in equal parts of -1 .. 1, by bits: c and l."""
+_FEW_LEVELS = {2: (0.18, 0.62, 1.07, 1.86), 1: (0.385, 1.19)}
+"""By bits: the positive ones, found by Lloyd's iteration."""
+
+_PAIR_LEVELS = ((-0.82, 0.44), (-0.44, -0.82), (0.82, -0.44), (0.44, 0.82))
+"""A square, tilted: the best four points found for pairs."""
 
 _CELLS = 1024
 """Cells of the grid on which the nearest level is tabulated."""
 
 
 class Codebook:
-    """levels: float32 [LEVEL_VALUES]; for a width of one coordinate they rise. Raises ValueError for another size.
-
-    Any finite levels decode; a bad codebook is only a bad one.
-    """
+    """levels: float32 [LEVEL_VALUES]; for a width of one coordinate they rise. Raises ValueError for another size."""
 
     def __init__(self, levels: Tensor) -> None:
         if tuple(levels.shape) != (LEVEL_VALUES,):
@@ -101,18 +113,26 @@ def split_levels(levels: Tensor) -> list[Tensor]:
     return [part.view(-1, width.span) for part, width in zip(parts, WIDTHS, strict=True)]
 
 
-def default_levels() -> Tensor:
-    """Levels for a normal distribution with somewhat heavier tails, float32 [LEVEL_VALUES]: where learning starts."""
+def normal_levels() -> Tensor:
+    """Levels for a standard normal distribution: float32 [LEVEL_VALUES]."""
     parts = []
     for width in WIDTHS:
         if width.span > 1:
-            parts.append(torch.tensor(_PAIR_LEVELS).reshape(-1))
-            continue
-        # Equal parts of a companded axis: at high rate the best density is that of the values to the power 1/3.
-        part = (2 * torch.arange(width.levels) + 1.0) / width.levels - 1.0
-        slope, limit = _COMPANDING.get(width.bits, _COMPANDING_WIDE)
-        parts.append(slope * part / (limit - part.abs()))
+            part = torch.tensor(_PAIR_LEVELS, dtype=torch.float64)
+        elif width.bits in _FEW_LEVELS:
+            positive = torch.tensor(_FEW_LEVELS[width.bits], dtype=torch.float64)
+            part = torch.cat([-positive.flip(0), positive])
+        else:
+            share = (torch.arange(width.levels, dtype=torch.float64) + 0.5) / width.levels
+            part = _SPREAD[width.bits] * torch.special.ndtri(share)
+        parts.append(part.reshape(-1).float())
     return torch.cat(parts)
+
+
+@functools.cache
+def normal_codebook(device: torch.device | str) -> Codebook:
+    """The codebook of `normal_levels` on a device."""
+    return Codebook(normal_levels().to(device))
 
 
 def _cells(values: Tensor) -> Tensor:

@@ -80,15 +80,15 @@ class BasisConfig(_CodecModel):
         description="tokens kept per boundary for the fit, drawn from those microbatches",
     )
     token_classes: int = Field(
-        default=8,
+        default=16,
         ge=1,
         le=64,
         description="classes of tokens by magnitude, each with its own bits per coordinate",
     )
-    escape_interval: int = Field(
-        default=256,
+    outlier_interval: int = Field(
+        default=128,
         ge=2,
-        description="one ordinary token in this many, the largest ones of a microbatch, is sent in full",
+        description="one ordinary token in this many, those with the largest values, sends its 8 largest in full",
     )
     fisher_ridge: float = Field(
         default=0.1, gt=0, description="share of the mean gradient variance added to the metric's diagonal"
@@ -143,20 +143,30 @@ def prediction_rank(config: BasisConfig, hidden_size: int) -> int:
     return min(config.prediction_rank or max(1, hidden_size // 2), hidden_size)
 
 
-def code_budget_bits(mask_ratio: float, hidden_size: int, escape_interval: int) -> int:
-    """Mean bits per coded token that `basis` may spend on codes, after gains and escaped tokens.
+def code_budget_bits(mask_ratio: float, hidden_size: int, outlier_interval: int | None) -> int:
+    """Mean bits per ordinary token that `basis` may spend on codes, after gains and outliers (None: without).
 
-    With n tokens, n // escape_interval of them in full, codes of this mean keep the whole within n budgets of
-    (1 - p) * 2 H bytes, and 3 bytes:  n / I * 2 H + n (1 - 1 / I) * codes + n * gain <= n * budget. Raises ValueError
-    when less than a byte is left.
+    Codes of this mean keep n tokens within n budgets of (1 - p) * 2 H bytes, and 3 bytes for the gains' offset and
+    the rest of a byte:  n / I * outliers + n * codes + n * gain <= n * budget. Raises ValueError when less than a
+    byte is left.
     """
     budget = kept_permille(mask_ratio) * 8 * BF16_BYTES * hidden_size // 1000
-    rest = escape_interval * (budget - 8 * GAIN_BYTES) - 8 * BF16_BYTES * hidden_size
-    codes = rest // (escape_interval - 1)
+    codes = budget - 8 * GAIN_BYTES
+    if outlier_interval is not None:
+        codes -= -(-8 * outlier_token_bytes(hidden_size) // outlier_interval)
     if codes < 8:
         raise ValueError(
             f"mask_ratio {mask_ratio} leaves {budget} bits per token at hidden size {hidden_size}, too few for a "
-            f"gain, coordinates and one token in {escape_interval} in full; lower mask_ratio or raise "
-            "escape_interval"
+            "gain, outliers and coordinates; lower mask_ratio or raise outlier_interval"
         )
     return codes
+
+
+def outlier_values(hidden_size: int) -> int:
+    """Values that an outlier token sends in full."""
+    return min(8, hidden_size)
+
+
+def outlier_token_bytes(hidden_size: int) -> int:
+    """Bytes of an outlier token besides its codes: its index, and channel and value of its largest values."""
+    return 4 + outlier_values(hidden_size) * (2 + BF16_BYTES)

@@ -14,15 +14,18 @@ eigenvectors of A itself. In both bases `allocate` then decides on the bits of e
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from swarm.activation.allocate import fit_codes
+from swarm.activation.allocate import fit_width_table
 from swarm.activation.config import BasisConfig, code_budget_bits
+from swarm.activation.outliers import Outliers
 from swarm.activation.prediction import fit_prediction
+
+_USUAL = 256
+"""One token in so many, the largest, is left out of mean and covariance."""
 
 _SMALLEST_VARIANCE = 1e-12
 """Floor of eigenvalues relative to the largest: keeps coordinate scales positive for degenerate samples."""
@@ -99,9 +102,9 @@ def fit_basis_prior(
     if not bool(torch.isfinite(states.sum() + gradients.sum())):
         raise ValueError("calibration samples hold a non-finite value; check the model's dtype")
     count = states.shape[0]
-    # One massive activation outweighs thousands of tokens in a covariance; the codec sends the largest in full.
+    # One massive activation outweighs thousands of tokens in a covariance.
     norms = states.norm(dim=1)
-    usual = norms.argsort(stable=True)[: count - count // config.escape_interval]
+    usual = norms.argsort(stable=True)[: count - count // _USUAL]
     # Gradients of a mean loss enter A with the inverse square of the batch. Anything absolute further down
     # (floors, eigh's own rounding) would then flatten the spectrum, so they are brought to unit rms first.
     gradients = gradients / gradients.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
@@ -122,23 +125,24 @@ def fit_basis_prior(
         states = states - (inner @ predictor["predict_out"].to(chosen.dtype)).double()
     mean = states[usual].mean(dim=0)
     states = states - mean
+    Outliers(states.shape[1], config.outlier_interval).clip_(states)
     covariance = states[usual].T @ states[usual] / usual.numel()
     variances, directions = torch.linalg.eigh(metric @ covariance @ metric)
     directions = directions.flip(1)
-    forward = _direction(states, metric @ directions, inverse @ directions, variances.flip(0), config)
+    forward = _direction(
+        states, metric @ directions, inverse @ directions, variances.flip(0), config, config.outlier_interval
+    )
     gradient_basis = metric_vectors.flip(1)
-    backward = _direction(gradients, gradient_basis, gradient_basis, metric_values.flip(0), config)
+    backward = _direction(gradients, gradient_basis, gradient_basis, metric_values.flip(0), config, None)
     return {
         "mean": mean.float(),
         "encode": forward.encode,
         "decode": forward.decode,
         "scale": forward.scale,
         "widths": forward.widths,
-        "levels": forward.levels,
         "gradient_basis": backward.encode,
         "gradient_scale": backward.scale,
         "gradient_widths": backward.widths,
-        "gradient_levels": backward.levels,
         "dense_offsets": dense_offsets,
         **predictor,
     }
@@ -152,11 +156,15 @@ class _Direction:
     decode: Tensor
     scale: Tensor
     widths: Tensor
-    levels: Tensor
 
 
 def _direction(
-    samples: Tensor, encode: Tensor, decode: Tensor, variances: Tensor, config: BasisConfig
+    samples: Tensor,
+    encode: Tensor,
+    decode: Tensor,
+    variances: Tensor,
+    config: BasisConfig,
+    outlier_interval: int | None,
 ) -> _Direction:
     """Scales and width table of samples [n, H] in a basis [H, H] with falling variances [H], all float64.
 
@@ -165,23 +173,19 @@ def _direction(
     hidden_size = samples.shape[1]
     scale = _standard_deviations(variances)
     coordinates = (samples @ encode).float()
-    fit = functools.partial(
-        fit_codes,
-        classes=config.token_classes,
-        budget_bits=code_budget_bits(config.mask_ratio, hidden_size, config.escape_interval),
-        escape_interval=config.escape_interval,
-    )
-    codes = fit(coordinates, scale)
-    used = max(codes.table.coordinates, 1)
-    if used < hidden_size:
-        # Cutting columns off changes the tokens' gains a little, so the table is fitted again without them.
-        codes = fit(coordinates[:, :used], scale[:used], known=codes)
+    budget = code_budget_bits(config.mask_ratio, hidden_size, outlier_interval)
+    used = hidden_size
+    # Cutting columns off changes the tokens' gains a little, so the table is fitted again without them.
+    for _ in range(2):
+        table = fit_width_table(
+            coordinates[:, :used], scale[:used], classes=config.token_classes, budget_bits=budget
+        )
+        used = max(table.coordinates, 1)
     return _Direction(
         encode=encode[:, :used].to(torch.bfloat16).contiguous(),
         decode=decode[:, :used].to(torch.bfloat16).contiguous(),
         scale=scale[:used].clone(),
-        widths=torch.tensor(codes.table.counts, dtype=torch.int32),
-        levels=codes.levels,
+        widths=torch.tensor(table.counts, dtype=torch.int32),
     )
 
 

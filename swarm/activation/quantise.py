@@ -2,8 +2,7 @@
 
 A token's gain is the rms of its coordinates in units of their standard deviations; a coordinate divided by
 gain and deviation is then of unit size, whatever token and direction it comes from. Such values are trellis
-coded (`trellis`) at 8 to 1 bits each, or as a pair at one bit, with levels learned from samples. Bits go where
-they lower the error most:
+coded (`trellis`) at 8 to 1 bits each, or as a pair at one bit. Bits go where they lower the error most:
 
 - over coordinates: those of large variance get many, those of small variance none (reverse water-filling);
 - over tokens: they are ranked by gain and cut into C classes, of which each has its own numbers of coordinates

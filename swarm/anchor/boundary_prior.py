@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swarm.activation.codebook import LEVEL_VALUES, WIDTHS
+from swarm.activation.codebook import WIDTHS
 from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig, prediction_rank
 from swarm.activation.tokens import BLOCKS
 from swarm.anchor.prior_file import (
@@ -51,7 +51,6 @@ def boundary_specs(codec: DenseConfig | MaskConfig | BasisConfig, hidden_size: i
         return {}
     columns = (1, hidden_size)
     widths = ArraySpec((torch.int32,), (codec.token_classes, len(WIDTHS)))
-    levels = ArraySpec(_FP32, (LEVEL_VALUES,))
     prediction: dict[str, ArraySpec] = {}
     if blocks := BLOCKS[codec.prediction]:
         rank = (1, prediction_rank(codec, hidden_size))
@@ -65,11 +64,9 @@ def boundary_specs(codec: DenseConfig | MaskConfig | BasisConfig, hidden_size: i
         "decode": ArraySpec(_BASIS, (hidden_size, columns)),
         "scale": ArraySpec(_FP32, (columns,)),
         "widths": widths,
-        "levels": levels,
         "gradient_basis": ArraySpec(_BASIS, (hidden_size, columns)),
         "gradient_scale": ArraySpec(_FP32, (columns,)),
         "gradient_widths": widths,
-        "gradient_levels": levels,
         "dense_offsets": ArraySpec((torch.int64,), ((1, codec.dense_offset_limit),)),
         **prediction,
     }

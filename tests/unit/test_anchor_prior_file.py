@@ -199,8 +199,8 @@ def test_prior_of_another_rank_kind_or_codec_is_refused() -> None:
         decode_prior(boundary, specs, kind="corrector")
     with pytest.raises(PriorFileError, match="unexpected ones"):
         decode_boundary_prior(boundary, MaskConfig(fill="mean"), HIDDEN)
-    with pytest.raises(PriorFileError, match=r"'widths' is int32 \[8, 9\] where int32 \[16, 9\]"):
-        decode_boundary_prior(boundary, BasisConfig(token_classes=16), HIDDEN)
+    with pytest.raises(PriorFileError, match=r"'widths' is int32 \[16, 9\] where int32 \[8, 9\]"):
+        decode_boundary_prior(boundary, BasisConfig(token_classes=8), HIDDEN)
     with pytest.raises(PriorFileError, match=r"'mean' is float32 \[16\] where float32 \[17\]"):
         decode_boundary_prior(boundary, BasisConfig(), HIDDEN + 1)
     with pytest.raises(PriorFileError, match=r"missing arrays \['encode'"):

@@ -124,17 +124,20 @@ def test_document_starts_are_exact() -> None:
 
 
 def test_massive_activations_anywhere_are_sent_in_full() -> None:
-    """One token far larger than the others, in the middle of a document, hurts neither itself nor them."""
-    codec, key = make_codec(escape_interval=32), make_key()
+    """A few channels far larger than the others, in the middle of a document, hurt neither their token nor others."""
+    codec, key = make_codec(outlier_interval=32), make_key()
     hidden, _ = microbatch(key)
     usual = codec.decode(codec.encode(hidden, key), key)
-    hidden[1, 20] = 100.0 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    decoded = codec.decode(codec.encode(hidden, key), key)
-    assert torch.equal(decoded[1, 20], hidden[1, 20].to(torch.bfloat16).float())
-    ordinary = ~key.document_starts
-    ordinary[1, 20] = False
-    before = relative_error(usual[ordinary], hidden[ordinary], centre=3.0)
-    assert relative_error(decoded[ordinary], hidden[ordinary], centre=3.0) < 1.5 * before
+    channels = [3, 17, 40, 41, 63]
+    hidden[1, 20, channels] = torch.tensor([900.0, -5e4, 333.0, 1024.0, -777.0]).to(torch.bfloat16).float()
+    payload = codec.encode(hidden, key)
+    assert tuple(payload["outliers"].shape) == ((100 - int(key.document_starts.sum())) // 32, 8)
+    decoded = codec.decode(payload, key)
+    assert torch.equal(decoded[1, 20, channels], hidden[1, 20, channels])
+    ordinary = ~key.document_starts.unsqueeze(2).expand_as(hidden)
+    ordinary[1, 20, channels] = False
+    before = (usual - hidden)[ordinary].square().mean()
+    assert (decoded - hidden)[ordinary].square().mean() < 1.5 * before
 
 
 def test_the_fit_survives_massive_activations() -> None:
@@ -236,9 +239,10 @@ def test_mean_prior_leaves_document_starts_out() -> None:
 
 
 def test_malformed_payloads_are_refused() -> None:
-    codec, key = make_codec(), make_key()
+    codec, key = make_codec(outlier_interval=32), make_key()
     good = codec.encode(microbatch(key)[0], key)
     infinite = torch.full_like(good["gain_offset"], 1 << 14)
+    backward = codec.encode_gradient(microbatch(key)[1], key)
     nan = good["dense"].clone()
     nan[0, 3] = float("nan")
     for payload in (
@@ -248,9 +252,13 @@ def test_malformed_payloads_are_refused() -> None:
         {**good, "codes": good["codes"].to(torch.int8)},
         {**good, "gain_offset": infinite},
         {**good, "dense": nan},
+        {**good, "outliers": good["outliers"] / 0.0},
+        {**good, "outlier_tokens": good["outlier_tokens"] + 95},
+        {**good, "outlier_channels": -1 - good["outlier_channels"]},
     ):
         with pytest.raises(PayloadError, match="payload tensor"):
             codec.decode(payload, key)
+    for payload in (good, {**backward, "gain_offset": infinite}, {**backward, "dense": nan}):
         with pytest.raises(PayloadError, match="payload tensor"):
             codec.decode_gradient(payload, key)
 
@@ -285,8 +293,6 @@ def test_priors_that_do_not_fit_are_refused() -> None:
         ({**prior, "encode": prior["encode"][:-1]}, "another model"),
         ({**prior, "scale": -prior["scale"]}, "must be positive"),
         ({**prior, "widths": prior["widths"] * 4}, "coordinates"),
-        ({**prior, "levels": prior["levels"][1:]}, "another model"),
-        ({**prior, "gradient_levels": prior["levels"] * float("nan")}, "not finite"),
         ({**prior, "dense_offsets": torch.zeros(1)}, "vector of integers"),
     ]
     for broken, reason in wrong:
@@ -306,4 +312,4 @@ def test_samples_that_cannot_be_fitted_are_refused() -> None:
     with pytest.raises(ValueError, match="non-finite"):
         fit_basis_prior(hidden, gradient * float("inf"), offsets, config)
     with pytest.raises(ValueError, match="too few for a gain"):
-        code_budget_bits(99.5, HIDDEN, 128)
+        code_budget_bits(98.5, HIDDEN, 8)

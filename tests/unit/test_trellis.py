@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swarm.activation.allocate import fit_codes
-from swarm.activation.codebook import LEVEL_VALUES, WIDTHS, Codebook, default_levels
+from swarm.activation.allocate import fit_width_table
+from swarm.activation.codebook import LEVEL_VALUES, WIDTHS, Codebook, normal_codebook, normal_levels
 from swarm.activation.quantise import (
     WidthTable,
     dequantise,
@@ -28,7 +28,7 @@ from swarm.activation.quantise import (
 )
 from swarm.activation.trellis import best_path, subsets
 
-CODEBOOK = Codebook(default_levels())
+CODEBOOK = normal_codebook("cpu")
 
 
 def plain_subsets(path: tuple[int, ...]) -> list[int]:
@@ -51,22 +51,18 @@ def test_the_best_path_is_the_best_of_all(steps: int, seed: int) -> None:
         assert costs[tuple(path[:, lane].tolist())] == pytest.approx(min(costs.values()), rel=1e-6)
 
 
-@pytest.mark.parametrize(("bits", "scalar"), [(1, 0.3634), (2, 0.1175), (3, 0.03454)])
-def test_the_error_lies_between_the_best_scalar_quantiser_and_the_bound(bits: int, scalar: float) -> None:
+@pytest.mark.parametrize("index", range(len(WIDTHS)))
+def test_the_error_lies_between_the_best_scalar_quantiser_and_the_bound(index: int) -> None:
     """Normal values: Max's table (1960) above, the rate-distortion function 4^-w below."""
-    values = torch.randn(40_000, 1, generator=torch.Generator().manual_seed(0))
-    # Levels of a normal distribution: only fit_codes learns some, so the budget asks for this width alone.
-    codes = fit_codes(
-        values.view(-1, 8),
-        torch.ones(8),
-        classes=1,
-        budget_bits=8 * bits,
-        escape_interval=1 << 20,
-    )
-    index = len(WIDTHS) - 1 - bits
-    coded = restore(index, values, Codebook(codes.levels))
+    width = WIDTHS[index]
+    values = torch.randn(60_000, generator=torch.Generator().manual_seed(0)).view(-1, width.span)
+    coded = restore(index, values, CODEBOOK)
     error = float((coded - values).square().mean() / values.square().mean())
-    assert 4.0**-bits < error < 0.92 * scalar
+    scalar = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
+    # Half a bit by a scalar quantiser: one bit for every second value.
+    upper = 1.3634 / 2 if width.span == 2 else scalar.get(width.bits, 2.7 * 4.0**-width.bits)
+    assert 4.0 ** (-width.bits / width.span) < error < 0.92 * upper
+    assert error == pytest.approx(width.lost, rel=0.05)
 
 
 def restore(index: int, values: Tensor, codebook: Codebook) -> Tensor:
@@ -80,7 +76,7 @@ def test_the_nearest_level_is_found_but_for_the_grid(seed: int, width: int) -> N
     values = 2.0 * torch.randn(200, 1, generator=torch.Generator().manual_seed(seed))
     distances = torch.empty(4, 200)
     CODEBOOK.distances(width, values, distances)
-    levels = default_levels().split([w.levels * w.span for w in WIDTHS])[width]
+    levels = normal_levels().split([w.levels * w.span for w in WIDTHS])[width]
     exact = torch.stack([(values - levels[j::4]).square().min(dim=1).values for j in range(4)])
     assert bool((distances >= exact - 1e-6).all())
     # A cell is (1 + |x|)^2 / 512 wide.
@@ -220,15 +216,16 @@ def test_width_tables_are_checked() -> None:
 def test_fitted_tables_keep_the_budget(budget: int, classes: int, size: int) -> None:
     scale = torch.logspace(1, -2, size)
     coordinates = torch.randn(50, size, generator=torch.Generator().manual_seed(1)) * scale
-    codes = fit_codes(coordinates, scale, classes=classes, budget_bits=budget, escape_interval=64)
-    assert sum(codes.table.token_bits) <= classes * budget
-    assert codes.table.coordinates <= size
-    assert codes.levels.shape == (LEVEL_VALUES,)
+    table = fit_width_table(coordinates, scale, classes=classes, budget_bits=budget)
+    assert sum(table.token_bits) <= classes * budget
+    assert table.coordinates <= size
+    # What is left would not pay for one more pair of bits in every class.
+    assert sum(table.token_bits) >= classes * min(budget, 8 * size) - 3 * classes * size
 
 
 SENDER = """
 import sys, torch
-from swarm.activation.codebook import Codebook, default_levels
+from swarm.activation.codebook import Codebook, normal_levels
 from swarm.activation.quantise import WidthTable, gain_values, quantise, rank_tokens, token_gains
 torch.set_num_threads(int(sys.argv[1]))
 generator = torch.Generator().manual_seed(3)
@@ -237,7 +234,7 @@ coordinates = torch.randn(400, 60, generator=generator) * scale * torch.rand(400
 codes, offset = token_gains(coordinates, scale)
 order = rank_tokens(codes)
 table = WidthTable([[2, 2, 2, 3, 5, 5, 8, 9, 12], [0, 0, 0, 1, 2, 4, 6, 8, 10]])
-stream = quantise(coordinates[order], gain_values(codes[order], offset), scale, table, Codebook(default_levels()))
+stream = quantise(coordinates[order], gain_values(codes[order], offset), scale, table, Codebook(normal_levels()))
 sys.stdout.buffer.write(codes.numpy().tobytes() + offset.numpy().tobytes() + stream.numpy().tobytes())
 """
 
