@@ -7,15 +7,15 @@ the anchor circuit never takes an optimizer step). Weights get no gradients, unl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from swarm.activation.basis import document_positions
-from swarm.activation.calibrate import BoundarySamples, join_samples
+from swarm.activation.calibrate import BoundarySamples
 from swarm.activation.config import BasisConfig
 from swarm.anchor.gradients import WeightGradients
+from swarm.anchor.span import SpanPass
 from swarm.batch import Batch
 from swarm.data.order import samples_from_far_end
 from swarm.manifest import RunManifest
@@ -81,50 +81,17 @@ class AnchorModel:
         max_tokens: int,
         *,
         seed: int = 0,
-        progress: Callable[[int, int], None] | None = None,
         gradients: WeightGradients | None = None,
     ) -> list[BoundarySamples]:
         """Samples of every boundary, at most `max_tokens` each, drawn evenly from the batches.
 
-        The gradients are those of each microbatch's mean token loss. seed: of the draw. progress: called with
-        batches done and their number. gradients: collects the weights' in the same backwards. Raises ValueError
-        without batches or boundaries.
+        The gradients are those of each microbatch's mean token loss. seed: of the draw. gradients: collects the
+        weights' in the same backwards. Raises ValueError without batches or boundaries.
         """
         if not batches or self.stages < 2:
             raise ValueError(f"{len(batches)} microbatches through {self.stages} stages give no samples")
-        generator = torch.Generator().manual_seed(seed)
-        per_batch = max(1, max_tokens // len(batches))
-        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.stages - 1)]
-        offsets: list[Tensor] = []
-        taken: list[tuple[Tensor, Tensor, Tensor]] = []
-        loss_tokens = sum(batch.loss_tokens for batch in batches)
-        for done, batch in enumerate(batches):
-            if gradients is not None:
-                gradients.share = batch.loss_tokens / max(1, loss_tokens)
-            chosen = torch.randperm(batch.tokens, generator=generator)[:per_batch]
-            offsets.append(document_positions(batch.document_starts).reshape(-1).cpu()[chosen])
-            taken.append((batch.token_ids, batch.document_starts, chosen))
-            for part, states in zip(parts, self._pass(batch), strict=True):
-                gradient = states.grad if states.grad is not None else torch.zeros_like(states)
-                here = chosen.to(states.device)
-                hidden, gradient = (x.flatten(0, 1)[here].float().cpu() for x in (states.detach(), gradient))
-                part.append((hidden, gradient))
-            if progress is not None:
-                progress(done + 1, len(batches))
-        return join_samples(parts, offsets, taken)
-
-    def _pass(self, batch: Batch) -> list[Tensor]:
-        """One forward and backward: the boundaries' states [B, T, H], their gradients in `.grad`."""
-        states: list[Tensor] = []
-        with torch.enable_grad():
-            hidden: Tensor | None = None
-            for stage in self._stages[:-1]:
-                hidden = stage(batch, hidden)
-                if hidden.requires_grad:
-                    hidden.retain_grad()
-                else:  # the first boundary: nothing before it needs a graph
-                    hidden = hidden.detach().requires_grad_(True)
-                states.append(hidden)
-            loss = self._stages[-1].loss_sum(batch, hidden) / max(1, batch.loss_tokens)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return states
+        whole = SpanPass(self._stages, batches, max_tokens, is_last=True, seed=seed, gradients=gradients)
+        for index in range(whole.microbatches):
+            whole.forward(index, None)
+            whole.backward(index, None)
+        return whole.samples()

@@ -1,6 +1,6 @@
 """A pass through some of the stages: what an anchor does that holds not all of them.
 
-The same forward, backward and samples as `swarm.anchor.passes` makes of all stages, cut at the anchor's two ends:
+A pass through all stages (`swarm.anchor.passes`) is one of these that takes nothing and gives nothing. At the ends:
 dense hidden states come from the anchor before it and go to the one behind it, gradients the other way. The prior
 of a boundary at an anchor's outgoing end is that anchor's: it has the states, and is sent their gradients.
 """
