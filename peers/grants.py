@@ -18,6 +18,7 @@ from dht.grants import MAX_GRANT_BYTES, AnchorGrant, GrantError, decode_grant
 from dht.identity import Identity
 from dht.noticeboard import Noticeboard
 from dht.records import GrantRecord
+from swarm.anchor.prior_file import write_atomically
 from swarm.manifest import RunManifest
 
 logger = logging.getLogger("swarm_peer.grants")
@@ -44,10 +45,7 @@ def read_grant(directory: Path, run_id: str) -> AnchorGrant | None:
 
 def write_grant(directory: Path, grant: AnchorGrant) -> None:
     """Put a grant into a run's folder, whole or not at all. Raises OSError."""
-    path = directory / FILE
-    temporary = path.with_name(f".{FILE}.{os.getpid()}")
-    temporary.write_bytes(grant.encode())
-    temporary.replace(path)
+    write_atomically(directory / FILE, grant.encode())
 
 
 class Grants:

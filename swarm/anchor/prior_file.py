@@ -12,8 +12,10 @@ arrays can have, known names, and every array's dtype and shape.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -165,10 +167,15 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or not at all. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    """Write a file that is there as a whole or not at all. Raises OSError, leaving nothing of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # several processes may write the same
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _header_limit(expected: Mapping[str, ArraySpec]) -> int:

@@ -44,6 +44,7 @@ from swarm.anchor.prior_file import (
     decode_prior,
     encode_prior,
     prior_bytes_limit,
+    write_atomically,
 )
 from swarm.anchor.registry import build_corrector
 
@@ -346,3 +347,12 @@ def test_only_what_a_prior_can_hold_is_written() -> None:
     _, arrays = decode_prior(data, specs, kind="boundary")
     assert torch.equal(arrays["a"], shared)
     assert torch.equal(arrays["b"], shared.T)
+
+
+def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        write_atomically(tmp_path / "taken", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    write_atomically(tmp_path / "free", b"x")
+    assert (tmp_path / "free").read_bytes() == b"x"
