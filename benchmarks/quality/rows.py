@@ -22,8 +22,9 @@ runs are made for. `benchmarks/anchors.py --steps 500` says what share of the tr
 PAPER_SCHEDULE = AnchorPlan()
 """For the paper's corrector: snapshots at 5, 10 and every K = 20 steps, in force one interval later."""
 
-BASIS_REVISION = 2
-"""Of codec basis; raised when equal options code otherwise, so that its rows are run again. 2: trellis-coded."""
+BASIS_REVISION = 3
+"""Of codec basis; raised when equal options code otherwise, so that its rows are run again. 2: trellis-coded; 3: single
+outlier values, constant levels."""
 
 NO_FADING = 80
 """max_staleness of the paper's corrector: a memory that is one interval late (up to 2 K steps old) counts in full."""
@@ -204,32 +205,29 @@ TABLE_2 = (
     ),
 )
 
-REFRESH = (
-    _basis(95, "basis-95-initial", "basis at 95%, the initial priors for the whole run", anchors=None),
-    _basis(
-        95,
-        "basis-95-every20",
-        "basis at 95%, a snapshot every 20 steps and no early ones",
-        anchors=AnchorPlan(early_snapshots=()),
-    ),
-    _basis(
-        95,
-        "basis-95-early",
-        "basis at 95%, snapshots at 2, 4, 6, 9, 13, 18, 25 and every 20 steps",
-        anchors=AnchorPlan(early_snapshots=(2, 4, 6, 9, 13, 18, 25)),
-    ),
-    _basis(
-        95,
-        "basis-95-every5",
-        "basis at 95%, a snapshot every 5 steps",
-        anchors=AnchorPlan(snapshot_every=5, early_snapshots=()),
-    ),
-    _basis(
-        95,
-        "basis-95-prompt",
-        "basis at 95%, the usual snapshots, priors in force 2 steps later",
-        anchors=AnchorPlan(lateness=2),
-    ),
+REFRESH = tuple(
+    _basis(95, f"basis-95-{name}", f"basis at 95%, {says}", anchors=plan)
+    for name, says, plan in (
+        ("initial", "the initial priors for the whole run", None),
+        ("interval", "snapshots at 5, 10 and every 20 steps, one interval late", PAPER_SCHEDULE),
+        ("every20", "a snapshot every 20 steps, one interval late", AnchorPlan(early_snapshots=())),
+        (
+            "every20-prompt",
+            "a snapshot every 20 steps, 5 steps late",
+            AnchorPlan(early_snapshots=(), lateness=5),
+        ),
+        (
+            "every5",
+            "a snapshot every 5 steps, one interval late",
+            AnchorPlan(snapshot_every=5, early_snapshots=()),
+        ),
+        (
+            "early",
+            "snapshots at 2, 4, 6, 9, 13, 18, 25 and every 20 steps, one interval late",
+            AnchorPlan(early_snapshots=(2, 4, 6, 9, 13, 18, 25)),
+        ),
+        ("prompt", "the usual snapshots, 2 steps late", SCHEDULE.model_copy(update={"lateness": 2})),
+    )
 )
 
 LEADERS = tuple(
