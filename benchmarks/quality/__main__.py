@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.quality.rows import entries
     from benchmarks.quality.tuning import learning_rates
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     journal = Journal(options.journal)
     try:
         rates = learning_rates(journal.records(), is_tuned=options.tuned)
