@@ -47,6 +47,8 @@ def draw(group: str, lines: Sequence[Line], folder: Path) -> list[str]:
     names: list[str] = []
     for domain in dict.fromkeys(line.domain for line in lines):
         chosen = [line for line in lines if line.domain == domain][:MOST_LINES]
+        if len(chosen) < 2:  # nothing to compare
+            continue
         for axis, (label, scale, values) in AXES.items():
             figure, plot = pyplot.subplots(figsize=(7, 4.2))
             for line in chosen:
