@@ -100,7 +100,7 @@ class _Coder:
         gains, offset = token_gains(coordinates, self.scale)
         order = rank_tokens(gains)
         values = gain_values(gains[order], offset)
-        codes = quantise(coordinates[order], values, self.scale, self.table, self.codebook)
+        codes = quantise(coordinates.index_select(0, order), values, self.scale, self.table, self.codebook)
         return {"codes": codes, "gains": gains, "gain_offset": offset, **apart}
 
     def decode(self, payload: Payload, predicted: Tensor | None) -> Tensor:

@@ -82,25 +82,31 @@ class Codebook:
                 self._places.append(places.to(torch.uint8))
                 self._nearest.append(subset.gather(1, places))
 
-    def distances(self, index: int, values: Tensor, out: Tensor) -> None:
+    def cells(self, index: int, values: Tensor) -> Tensor | None:
+        """What `distances` and `choose` look levels up by; None where subsets have one level."""
+        return None if WIDTHS[index].levels == SUBSETS else _cells(values.squeeze(1))
+
+    def distances(self, index: int, values: Tensor, cells: Tensor | None, out: Tensor) -> None:
         """Squared distance of every step's values to the nearest level of each subset, into `out` [4, k].
 
-        index: of the width in WIDTHS. values: float32 [k, span], in units of their expected deviation.
+        index: of the width in WIDTHS. values: float32 [k, span], in units of their expected deviation. cells: theirs.
         """
-        if WIDTHS[index].span > 1:
-            torch.sum((values - self._levels[index].unsqueeze(1)).square_(), dim=2, out=out)
-            return
-        value, cells = values.squeeze(1), _cells(values.squeeze(1))
         for subset in range(SUBSETS):
-            torch.sub(value, self._nearest[index][subset].index_select(0, cells), out=out[subset])
-        out.square_()
+            if cells is not None:
+                nearest = self._nearest[index][subset].index_select(0, cells)
+                torch.sub(values.squeeze(1), nearest, out=out[subset])
+                out[subset].square_()
+                continue
+            level = self._levels[index][subset]
+            torch.sub(values[:, 0], level[0], out=out[subset]).square_()
+            for place in range(1, WIDTHS[index].span):
+                out[subset].add_((values[:, place] - level[place]).square_())
 
-    def choose(self, index: int, values: Tensor, subsets: Tensor) -> Tensor:
+    def choose(self, index: int, cells: Tensor | None, subsets: Tensor) -> Tensor:
         """Place of the nearest level in each step's subset: uint8 [k]. subsets: uint8 [k]."""
-        if WIDTHS[index].levels == SUBSETS:
+        if cells is None:
             return torch.zeros_like(subsets)
-        places = self._places[index].view(-1)
-        return places.index_select(0, _cells(values.squeeze(1)).add_(subsets, alpha=_CELLS))
+        return self._places[index].view(-1).index_select(0, cells.add(subsets, alpha=_CELLS))
 
     def restore(self, index: int, numbers: Tensor) -> Tensor:
         """Values float32 [k, span] of levels 4 * place + subset, integer [k]."""

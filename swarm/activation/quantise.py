@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm.activation.codebook import WIDTHS, Codebook
-from swarm.activation.trellis import SUBSETS, best_path, subsets
+from swarm.activation.trellis import SPARE_ROWS, best_path, subsets
 
 _STEPS = 128
 """Steps of a lane: long enough for its fixed first state not to matter, short enough for many lanes."""
@@ -146,7 +146,7 @@ def quantise(
     coordinates: float32 [n, R], R >= table.coordinates. gains: float32 [n], as they travel. coordinate_scale:
     float32 [R], positive.
     """
-    normed = coordinates / (gains.clamp_min(_SMALLEST_GAIN).unsqueeze(1) * coordinate_scale)
+    normed = coordinates * gains.clamp_min(_SMALLEST_GAIN).reciprocal().unsqueeze(1) / coordinate_scale
     blocks = list(table.blocks(coordinates.shape[0]))
     if not blocks:
         return torch.empty(0, dtype=torch.uint8, device=coordinates.device)
@@ -170,13 +170,19 @@ def trellis_code(values: Sequence[tuple[int, Tensor]], codebook: Codebook) -> tu
     ends = list(accumulate(value.shape[0] for _, value in values))
     steps = ends[-1]
     shape = _lane_shape(steps)
-    distances = torch.zeros((SUBSETS, shape[0] * shape[1]), dtype=torch.float32, device=values[0][1].device)
-    for (index, value), end in zip(values, ends, strict=True):
-        codebook.distances(index, value, distances[:, end - value.shape[0] : end])
-    path = best_path(distances.view(SUBSETS, *shape))
+    distances = torch.empty(
+        (SPARE_ROWS, shape[0] * shape[1]), dtype=torch.float32, device=values[0][1].device
+    )
+    distances[:, steps:] = 0.0
+    cells = [codebook.cells(index, value) for index, value in values]
+    for (index, value), cell, end in zip(values, cells, ends, strict=True):
+        codebook.distances(index, value, cell, distances[:, end - value.shape[0] : end])
+    path = best_path(distances.view(SPARE_ROWS, *shape))
     chosen = subsets(path).view(-1)[:steps]
-    parts = zip(values, ends, strict=True)
-    places = [codebook.choose(i, value, chosen[end - value.shape[0] : end]) for (i, value), end in parts]
+    places = [
+        codebook.choose(index, cell, chosen[end - value.shape[0] : end])
+        for (index, value), cell, end in zip(values, cells, ends, strict=True)
+    ]
     return path.view(-1)[:steps], chosen, torch.cat(places)
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 STATES = 4
 SUBSETS = 4
+SPARE_ROWS = 6
+"""Rows that `best_path` wants of its distances: the subsets', and two for itself."""
 
 
 def subsets(path: Tensor) -> Tensor:
@@ -31,27 +33,37 @@ def subsets(path: Tensor) -> Tensor:
 def best_path(distances: Tensor) -> Tensor:
     """Path bits uint8 [T, L] of least total distance (Viterbi, "Error bounds for convolutional codes", 1967).
 
-    distances: float32 [4, T, L], cost of taking the best level of a subset at a step.
+    distances: float32 [6, T, L]: row j < 4 is the cost of taking the best level of subset j at a step. The last two
+    rows are written here (copies of the first two; so both ways into a state are slices of one tensor).
     """
     _, steps, lanes = distances.shape
-    device = distances.device
-    # State s = 2 b' + b'' after path bits b', b'' (the latest last); b leads to 2 b'' + b. Axes below: b'', then b.
-    # From b' = 0 the step costs subset b'' + 2 b, from b' = 1 it costs subset b'' + 2 (1 - b).
-    costs = distances.view(2, 2, steps, lanes).permute(2, 1, 0, 3)
-    total = torch.full((2, 2, lanes), torch.inf, device=device)
+    distances[SUBSETS:] = distances[: SPARE_ROWS - SUBSETS]
+    # State 2 b' + b'' follows path bits b', b'' (the latest last), and bit b leads on to 2 b'' + b, at the cost of
+    # subset b'' + 2 (b xor b'): row 2 b' + b'' + 2 b. Axes: b', b'', b.
+    row = steps * lanes
+    costs = distances.as_strided((steps, 2, 2, 2, lanes), (lanes, 2 * row, row, 2 * row, 1))
+    total = torch.full((2, 2, lanes), torch.inf, device=distances.device)
     total[0, 0] = 0.0
-    upper = torch.empty((steps, 2, 2, lanes), dtype=torch.bool, device=device)
-    low, high = torch.empty_like(total), torch.empty_like(total)
+    either = torch.empty((2, 2, 2, lanes), device=distances.device)
+    upper = torch.empty((steps, 2, 2, lanes), dtype=torch.bool, device=distances.device)
     for t in range(steps):
-        torch.add(total[0].unsqueeze(1), costs[t], out=low)
-        torch.add(total[1].unsqueeze(1), costs[t], out=high)
-        for b in (0, 1):
-            torch.lt(high[:, 1 - b], low[:, b], out=upper[t, :, b])
-            torch.minimum(low[:, b], high[:, 1 - b], out=total[:, b])
-    state = total.view(STATES, lanes).argmin(dim=0)
-    decisions = upper.view(steps, STATES, lanes)
-    path = torch.empty((steps, lanes), dtype=torch.uint8, device=device)
-    for t in reversed(range(steps)):
-        path[t] = state & 1
-        state = (state >> 1) + (decisions[t].gather(0, state.unsqueeze(0)).squeeze(0).long() << 1)
+        torch.add(total.unsqueeze(2), costs[t], out=either)
+        torch.lt(either[1], either[0], out=upper[t])
+        torch.minimum(either[0], either[1], out=total)
+    return _trace(upper.view(torch.uint8), total.view(STATES, lanes).argmin(dim=0))
+
+
+def _trace(upper: Tensor, state: Tensor) -> Tensor:
+    """Path bits uint8 [T, L] back from the last state int64 [L].
+
+    upper: uint8 [T, 2, 2, L], whether the best way into state (b'', b) comes from b' = 1.
+    """
+    path = torch.empty((upper.shape[0], upper.shape[3]), dtype=torch.uint8, device=upper.device)
+    before, latest = (state >> 1).to(torch.uint8), (state & 1).to(torch.uint8)
+    # b' = upper[t, before, latest], selected by bits, since gathering costs ten times as much.
+    first, differs = upper[:, :, 0], upper[:, :, 0] ^ upper[:, :, 1]
+    for t in reversed(range(upper.shape[0])):
+        path[t] = latest
+        column = first[t] ^ (differs[t] & latest)
+        before, latest = column[0] ^ ((column[0] ^ column[1]) & before), before
     return path

@@ -40,7 +40,7 @@ def plain_subsets(path: tuple[int, ...]) -> list[int]:
 @given(steps=st.integers(1, 8), seed=st.integers(0, 1 << 20))
 @settings(max_examples=40, deadline=None)
 def test_the_best_path_is_the_best_of_all(steps: int, seed: int) -> None:
-    distances = torch.rand(4, steps, 3, generator=torch.Generator().manual_seed(seed))
+    distances = torch.rand(6, steps, 3, generator=torch.Generator().manual_seed(seed))
     path = best_path(distances)
     assert subsets(path)[:, 0].tolist() == plain_subsets(tuple(path[:, 0].tolist()))
     for lane in range(3):
@@ -75,7 +75,7 @@ def restore(index: int, values: Tensor, codebook: Codebook) -> Tensor:
 def test_the_nearest_level_is_found_but_for_the_grid(seed: int, width: int) -> None:
     values = 2.0 * torch.randn(200, 1, generator=torch.Generator().manual_seed(seed))
     distances = torch.empty(4, 200)
-    CODEBOOK.distances(width, values, distances)
+    CODEBOOK.distances(width, values, CODEBOOK.cells(width, values), distances)
     levels = normal_levels().split([w.levels * w.span for w in WIDTHS])[width]
     exact = torch.stack([(values - levels[j::4]).square().min(dim=1).values for j in range(4)])
     assert bool((distances >= exact - 1e-6).all())
