@@ -33,6 +33,7 @@ from swarm.activation.base import (
     check_payload,
 )
 from swarm.activation.codebook import Codebook, normal_codebook
+from swarm.activation.compact import check_matrix, matrix_of
 from swarm.activation.config import BasisConfig, code_budget_bits
 from swarm.activation.outliers import Outliers
 from swarm.activation.prediction import TokenPredictor
@@ -162,8 +163,8 @@ class BasisCodec(BoundaryCodec):
         def coder(centre: Tensor, encode: str, decode: str, prefix: str, outliers: Outliers | None) -> _Coder:
             return _Coder(
                 centre=centre,
-                analysis=prior[encode].to(device=device, dtype=dtype).contiguous(),
-                synthesis=prior[decode].T.to(device=device, dtype=dtype).contiguous(),
+                analysis=matrix_of(prior, encode).to(device=device, dtype=dtype).contiguous(),
+                synthesis=matrix_of(prior, decode).T.to(device=device, dtype=dtype).contiguous(),
                 scale=prior[f"{prefix}scale"].to(device=device, dtype=torch.float32),
                 table=WidthTable(prior[f"{prefix}widths"].tolist()),
                 codebook=normal_codebook(device),
@@ -261,7 +262,8 @@ def check_basis_prior(prior: Mapping[str, Tensor], config: BasisConfig, hidden_s
         if missing:
             raise ValueError(f"lacks {sorted(missing)}; fit it with fit_basis_prior")
         rank = int(prior[scale].numel())
-        wanted = {basis: (hidden_size, rank), scale: (rank,), "mean": (hidden_size,)}
+        check_matrix(prior, basis, (hidden_size, rank), "it was fitted for another model")
+        wanted = {scale: (rank,), "mean": (hidden_size,)}
         for name, shape in wanted.items():
             if tuple(prior[name].shape) != shape or not prior[name].is_floating_point():
                 raise ValueError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from swarm.activation.allocate import fit_width_table
+from swarm.activation.compact import matrix_of, to_int8
 from swarm.activation.config import BasisConfig, code_budget_bits
 from swarm.activation.outliers import Outliers
 from swarm.activation.prediction import fit_prediction
@@ -70,11 +71,11 @@ def fit_basis_prior(
 
     hidden, gradient: float [n, H], states and loss gradients of the same tokens, at any scale. offsets: int64 [n],
     distances from the document start. features: float [n, c F], None without prediction. Returns mean fp32 [H], less
-    what the features predict on average; encode and decode bf16 [H, R], scale fp32 [R], widths int32 [C, W];
-    gradient_basis bf16 [H, R'], gradient_scale fp32 [R'], gradient_widths int32 [C, W]; dense_offsets int64; with
-    prediction predict_in bf16 [c F, r], predict_out bf16 [r, H]. Needs a few H^3 and (c F)^3 of float64 work and
-    memory for n * (H + c F) numbers. Raises ValueError for fewer than two ordinary tokens, shapes that differ,
-    features without prediction or the reverse, or a sample that is not finite.
+    what the features predict on average; scale fp32 [R], widths int32 [C, W], gradient_scale fp32 [R'],
+    gradient_widths int32 [C, W]; dense_offsets int64; and as `compact.to_int8` has them encode and decode [H, R],
+    gradient_basis [H, R'], with prediction predict_in [c F, r] and predict_out [r, H]. Needs a few H^3 and (c F)^3 of
+    float64 work and memory for n * (H + c F) numbers. Raises ValueError for fewer than two ordinary tokens, shapes that
+    differ, features without prediction or the reverse, or a sample that is not finite.
     """
     if hidden.shape != gradient.shape or hidden.ndim != 2 or offsets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -121,8 +122,8 @@ def fit_basis_prior(
         chosen = features[ordinary]
         predictor = fit_prediction(states[usual], chosen[usual], metric, inverse, config)
         # As the codec does it: with the rounded arrays.
-        inner = chosen @ predictor["predict_in"].to(chosen.dtype)
-        states = states - (inner @ predictor["predict_out"].to(chosen.dtype)).double()
+        inner = chosen @ matrix_of(predictor, "predict_in").to(chosen.dtype)
+        states = states - (inner @ matrix_of(predictor, "predict_out").to(chosen.dtype)).double()
     mean = states[usual].mean(dim=0)
     states = states - mean
     Outliers(states.shape[1], config.outlier_interval).clip_(states)
@@ -136,11 +137,11 @@ def fit_basis_prior(
     backward = _direction(gradients, gradient_basis, gradient_basis, metric_values.flip(0), config, None)
     return {
         "mean": mean.float(),
-        "encode": forward.encode,
-        "decode": forward.decode,
+        **to_int8("encode", forward.encode),
+        **to_int8("decode", forward.decode),
         "scale": forward.scale,
         "widths": forward.widths,
-        "gradient_basis": backward.encode,
+        **to_int8("gradient_basis", backward.encode),
         "gradient_scale": backward.scale,
         "gradient_widths": backward.widths,
         "dense_offsets": dense_offsets,
@@ -150,7 +151,7 @@ def fit_basis_prior(
 
 @dataclass(frozen=True, slots=True)
 class _Direction:
-    """One direction's half of a prior: encode, decode bf16 [H, R]; scale fp32 [R]; widths int32 [C, W]."""
+    """One direction's half of a prior: encode, decode float64 [H, R]; scale fp32 [R]; widths int32 [C, W]."""
 
     encode: Tensor
     decode: Tensor
@@ -182,8 +183,8 @@ def _direction(
         )
         used = max(table.coordinates, 1)
     return _Direction(
-        encode=encode[:, :used].to(torch.bfloat16).contiguous(),
-        decode=decode[:, :used].to(torch.bfloat16).contiguous(),
+        encode=encode[:, :used],
+        decode=decode[:, :used],
         scale=scale[:used].clone(),
         widths=torch.tensor(table.counts, dtype=torch.int32),
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from swarm.activation.base import CodecKey
+from swarm.activation.compact import check_matrix, matrix_of, to_int8
 from swarm.activation.config import BasisConfig, Prediction, prediction_rank
 from swarm.activation.tokens import BLOCKS, TokenTable, previous, running_mean
 
@@ -24,7 +25,7 @@ _CHUNK = 2048
 def fit_prediction(
     states: Tensor, features: Tensor, metric: Tensor, inverse: Tensor, config: BasisConfig
 ) -> dict[str, Tensor]:
-    """`predict_in` bf16 [c F, r] and `predict_out` bf16 [r, H].
+    """`predict_in` [c F, r] and `predict_out` [r, H], as `to_int8` has them.
 
     states: [n, H]; features: [n, c F], of the same tokens; metric, inverse: float64 [H, H], R and R^-1.
     """
@@ -41,10 +42,7 @@ def fit_prediction(
     weights = torch.cholesky_solve(cross, torch.linalg.cholesky(regular)) @ metric
     _, directions = torch.linalg.eigh(weights.T @ (gram @ weights))
     kept = directions.flip(1)[:, : min(prediction_rank(config, hidden_size), features.shape[1])]
-    return {
-        "predict_in": (weights @ kept).to(torch.bfloat16).contiguous(),
-        "predict_out": (kept.T @ inverse).to(torch.bfloat16).contiguous(),
-    }
+    return {**to_int8("predict_in", weights @ kept), **to_int8("predict_out", kept.T @ inverse)}
 
 
 class TokenPredictor:
@@ -68,19 +66,12 @@ class TokenPredictor:
             raise ValueError(
                 f"lacks {sorted(missing)}, which prediction {prediction!r} needs; it was fitted without prediction"
             )
-        first, last = prior["predict_in"], prior["predict_out"]
         blocks = BLOCKS[prediction]
-        rank = int(last.shape[0])
-        wanted = {"predict_in": (blocks * table.features, rank), "predict_out": (rank, hidden_size)}
-        for name, shape in wanted.items():
-            array = prior[name]
-            if tuple(array.shape) != shape or not array.is_floating_point():
-                raise ValueError(
-                    f"{name!r} is {array.dtype} {tuple(array.shape)} where float {shape} was expected; it was "
-                    "fitted with another token table, prediction or model"
-                )
-            if not bool(torch.isfinite(array).all()):
-                raise ValueError(f"{name!r} holds values that are not finite")
+        rank = int(prior["predict_out"].shape[0])
+        hint = "it was fitted with another token table, prediction or model"
+        check_matrix(prior, "predict_in", (blocks * table.features, rank), hint)
+        check_matrix(prior, "predict_out", (rank, hidden_size), hint)
+        first, last = matrix_of(prior, "predict_in"), matrix_of(prior, "predict_out")
         self._prediction, self._table, self._rank, self._dtype = prediction, table, rank, dtype
         # The blocks side by side: one product for the distinct tokens of a microbatch serves all of them.
         beside = first.view(blocks, table.features, rank).transpose(0, 1).reshape(table.features, -1)

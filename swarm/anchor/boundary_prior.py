@@ -14,6 +14,7 @@ from swarm.activation.config import BasisConfig, DenseConfig, MaskConfig, predic
 from swarm.activation.tokens import BLOCKS
 from swarm.anchor.prior_file import (
     ArraySpec,
+    Extent,
     PriorInfo,
     decode_prior,
     encode_prior,
@@ -22,7 +23,6 @@ from swarm.anchor.prior_file import (
     write_atomically,
 )
 
-_BASIS = (torch.bfloat16, torch.float32)
 _FP32 = (torch.float32,)
 
 
@@ -55,21 +55,26 @@ def boundary_specs(codec: DenseConfig | MaskConfig | BasisConfig, hidden_size: i
     if blocks := BLOCKS[codec.prediction]:
         rank = (1, prediction_rank(codec, hidden_size))
         prediction = {
-            "predict_in": ArraySpec(_BASIS, ((blocks, blocks * hidden_size), rank)),
-            "predict_out": ArraySpec(_BASIS, (rank, hidden_size)),
+            **_matrix("predict_in", (blocks, blocks * hidden_size), rank),
+            **_matrix("predict_out", rank, hidden_size),
         }
     return {
         "mean": ArraySpec(_FP32, (hidden_size,)),
-        "encode": ArraySpec(_BASIS, (hidden_size, columns)),
-        "decode": ArraySpec(_BASIS, (hidden_size, columns)),
+        **_matrix("encode", hidden_size, columns),
+        **_matrix("decode", hidden_size, columns),
         "scale": ArraySpec(_FP32, (columns,)),
         "widths": widths,
-        "gradient_basis": ArraySpec(_BASIS, (hidden_size, columns)),
+        **_matrix("gradient_basis", hidden_size, columns),
         "gradient_scale": ArraySpec(_FP32, (columns,)),
         "gradient_widths": widths,
         "dense_offsets": ArraySpec((torch.int64,), ((1, codec.dense_offset_limit),)),
         **prediction,
     }
+
+
+def _matrix(name: str, rows: Extent, columns: Extent) -> dict[str, ArraySpec]:
+    """A matrix as `swarm.activation.compact.to_int8` has it."""
+    return {name: ArraySpec((torch.int8,), (rows, columns)), f"{name}_steps": ArraySpec(_FP32, (columns,))}
 
 
 def encode_boundary_prior(prior: BoundaryPrior) -> bytes:

@@ -38,6 +38,7 @@ _LARGEST = 2**53 - 1
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
+    "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
 }
@@ -106,7 +107,7 @@ def prior_bytes_limit(expected: Mapping[str, ArraySpec]) -> int:
 
 
 def encode_prior(info: PriorInfo, arrays: Mapping[str, Tensor]) -> bytes:
-    """A prior file. arrays: fp32, bf16, int32 or int64 by name. Equal priors give equal bytes.
+    """A prior file. arrays: fp32, bf16, int8, int32 or int64 by name. Equal priors give equal bytes.
 
     Raises ValueError, naming the array, for another dtype or a name that the format reserves.
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swarm.activation.base import CodecKey, PayloadError
 from swarm.activation.basis import BasisCodec, dense_positions, document_positions
+from swarm.activation.compact import matrix_of, to_int8
 from swarm.activation.config import BasisConfig, code_budget_bits, token_budget_bytes
 from swarm.activation.fit import find_dense_offsets, fit_basis_prior, fit_mean_prior
 from swarm.activation.registry import payload_bytes
@@ -291,6 +292,9 @@ def test_priors_that_do_not_fit_are_refused() -> None:
     wrong: list[tuple[dict[str, Tensor], str]] = [
         ({n: t for n, t in prior.items() if n != "mean"}, "prior of boundary 2: lacks"),
         ({**prior, "encode": prior["encode"][:-1]}, "another model"),
+        ({**prior, "encode_steps": prior["encode_steps"][:-1]}, "'encode_steps'"),
+        ({**prior, "decode": prior["decode"].float()}, "where int8"),
+        ({**prior, "decode_steps": prior["decode_steps"] / 0.0}, "not finite"),
         ({**prior, "scale": -prior["scale"]}, "must be positive"),
         ({**prior, "widths": prior["widths"] * 4}, "coordinates"),
         ({**prior, "dense_offsets": torch.zeros(1)}, "vector of integers"),
@@ -300,6 +304,22 @@ def test_priors_that_do_not_fit_are_refused() -> None:
             BasisCodec(config, prior=broken, **arguments)
     with pytest.raises(ValueError, match="lower mask_ratio"):
         BasisCodec(BasisConfig(mask_ratio=93), prior=prior, **arguments)
+
+
+@given(seed=st.integers(0, 1 << 20), exponent=st.integers(-20, 20))
+@settings(max_examples=30, deadline=None)
+def test_matrices_of_a_prior_are_within_half_a_step(seed: int, exponent: int) -> None:
+    matrix = torch.randn(9, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    matrix[:, 2] = 0.0
+    matrix *= 2.0**exponent
+    packed = to_int8("basis", matrix)
+    assert {name: (array.dtype, array.shape) for name, array in packed.items()} == {
+        "basis": (torch.int8, (9, 5)),
+        "basis_steps": (torch.float32, (5,)),
+    }
+    restored = matrix_of(packed, "basis").double()
+    assert bool(((restored - matrix).abs() <= matrix.abs().amax(dim=0) / 127 * 0.5001).all())
+    assert torch.equal(matrix_of({"basis": matrix.float()}, "basis"), matrix.float())
 
 
 def test_samples_that_cannot_be_fitted_are_refused() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from swarm.activation import tokens as tokens_module
 from swarm.activation.base import CodecKey
 from swarm.activation.basis import BasisCodec, document_positions
+from swarm.activation.compact import matrix_of
 from swarm.activation.config import BasisConfig, Prediction, token_budget_bytes
 from swarm.activation.fit import fit_basis_prior
 from swarm.activation.prediction import TokenPredictor, fit_prediction
@@ -203,7 +204,7 @@ def test_the_fit_is_the_ridge_solution_projected_in_the_metric(rank: int) -> Non
         torch.from_numpy(np.linalg.inv(metric)),
         config,
     )
-    assert found["predict_in"].dtype == found["predict_out"].dtype == torch.bfloat16
+    assert found["predict_in"].dtype == found["predict_out"].dtype == torch.int8
     assert found["predict_in"].shape == (30, min(rank, 30))
     # Ridge as least squares with extra rows.
     centred, target = features - features.mean(axis=0), states - states.mean(axis=0)
@@ -216,7 +217,9 @@ def test_the_fit_is_the_ridge_solution_projected_in_the_metric(rank: int) -> Non
     # What is dropped is the prediction's least part in the metric.
     left, values, right = np.linalg.svd(centred @ exact @ metric, full_matrices=False)
     best = (left[:, :rank] * values[:rank]) @ right[:rank] @ np.linalg.inv(metric)
-    predicted = centred @ (found["predict_in"].double() @ found["predict_out"].double()).numpy()
+    predicted = (
+        centred @ (matrix_of(found, "predict_in").double() @ matrix_of(found, "predict_out").double()).numpy()
+    )
     error = np.linalg.norm((predicted - best) @ metric) / np.linalg.norm(best @ metric)
     assert error < 0.01
 
@@ -285,7 +288,11 @@ def test_the_codec_predicts_what_the_features_say(prediction: Prediction) -> Non
     chosen = torch.tensor([0, 5, 7, 61, 130, 239])
     assert key.token_ids is not None
     features = token_features(table, key.token_ids, key.document_starts, prediction)
-    exact = features[chosen].double() @ prior["predict_in"].double() @ prior["predict_out"].double()
+    exact = (
+        features[chosen].double()
+        @ matrix_of(prior, "predict_in").double()
+        @ matrix_of(prior, "predict_out").double()
+    )
     torch.testing.assert_close(predictor(key, chosen).double(), exact, atol=1e-3, rtol=1e-4)
 
 
@@ -352,13 +359,13 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     _, prior, table = make_codec()
     config = BasisConfig(mask_ratio=80, prediction="context")
     plain = make_codec("none")[1]
-    nan = prior["predict_out"].clone()
-    nan[0, 0] = float("nan")
+    nan = prior["predict_out_steps"].clone()
+    nan[0] = float("nan")
     for broken, reason in (
         (plain, r"prior of boundary 3: lacks \['predict_in', 'predict_out'\]"),
         ({**prior, "predict_in": prior["predict_in"][:-1]}, "another token table"),
         ({**prior, "predict_out": prior["predict_out"][:, :-1]}, "another token table"),
-        ({**prior, "predict_out": nan}, "not finite"),
+        ({**prior, "predict_out_steps": nan}, "not finite"),
     ):
         with pytest.raises(ValueError, match=reason):
             build(config, broken, table)
