@@ -270,8 +270,8 @@ def check_basis_prior(prior: Mapping[str, Tensor], config: BasisConfig, hidden_s
                     f"{name!r} is {prior[name].dtype} {tuple(prior[name].shape)} where float {shape} was "
                     "expected; it was fitted for another model"
                 )
-        if not bool((prior[scale] > 0).all()):
-            raise ValueError(f"{scale!r} must be positive")
+        if not bool(((prior[scale] > 0) & torch.isfinite(prior[scale])).all()):
+            raise ValueError(f"{scale!r} must be positive and finite")
         table = WidthTable(prior[widths].tolist())
         if table.coordinates > rank:
             raise ValueError(f"{widths!r} codes {table.coordinates} coordinates, but there are {rank}")

@@ -296,6 +296,7 @@ def test_priors_that_do_not_fit_are_refused() -> None:
         ({**prior, "decode": prior["decode"].float()}, "where int8"),
         ({**prior, "decode_steps": prior["decode_steps"] / 0.0}, "not finite"),
         ({**prior, "scale": -prior["scale"]}, "must be positive"),
+        ({**prior, "scale": prior["scale"] / 0.0}, "and finite"),
         ({**prior, "widths": prior["widths"] * 4}, "coordinates"),
         ({**prior, "dense_offsets": torch.zeros(1)}, "vector of integers"),
     ]
