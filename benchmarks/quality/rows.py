@@ -22,7 +22,7 @@ runs are made for. `benchmarks/anchors.py --steps 500` says what share of the tr
 PAPER_SCHEDULE = AnchorPlan()
 """For the paper's corrector: snapshots at 5, 10 and every K = 20 steps, in force one interval later."""
 
-BASIS_REVISION = 3
+BASIS_REVISION = 4
 """Of codec basis; raised when equal options code otherwise, so that its rows are run again. 2: trellis-coded; 3: single
 outlier values, constant levels."""
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from peers.commands.corrector import check_prior_size, corrector_config
 from peers.commands.evaluate import quiet_transformers
-from peers.commands.init import RunOptions, check_target
+from peers.commands.init import DEFAULT_PREDICTION, RunOptions, check_target
 from peers.config import UserError
 from peers.limits import PROTOCOL_VERSION
 from swarm.activation.calibrate import cast_parameters_, collect_boundary_samples
@@ -70,7 +70,7 @@ def codec_config(options: RunOptions) -> AnyCodec:
                 )
             return BasisConfig(
                 calibration_microbatches=options.calibration_microbatches,
-                prediction=options.prediction or BasisConfig().prediction,
+                prediction=options.prediction or DEFAULT_PREDICTION,
                 **ratio,
             )
         if options.codec == "mask":

@@ -41,6 +41,9 @@ seconds, and the peers to one another.
 Progress = Callable[[str, float, float | None], None]
 """progress(phase, done, total): total None where it is not known."""
 
+DEFAULT_PREDICTION: Literal["none", "token", "context"] = "context"
+"""Of new runs with codec basis."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(CommandOptions):
@@ -113,7 +116,7 @@ class RunOptions(CommandOptions):
     """basis: microbatches that run through the model once, unmasked, to fit the bases."""
 
     prediction: Literal["none", "token", "context"] | None = None
-    """basis: what hidden states are predicted from, so that only the rest is sent; none without it."""
+    """basis: what hidden states are predicted from, so that only the rest is sent; context without it."""
 
     averaging_values: Literal["fp16", "fp32"] = "fp16"
     """Number format of averaged gradients on the wire."""

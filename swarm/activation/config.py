@@ -103,7 +103,7 @@ class BasisConfig(_CodecModel):
     )
 
     prediction: Prediction = Field(
-        default="none",
+        default="none",  # what a manifest without the field means; `init` sets it
         description="what hidden states are predicted from at both ends, so that only the rest is sent: none, the "
         "token, or the token, the one before and the mean of the document so far",
     )

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swarm.activation.registry import build_codec
+from peers.commands.inspect import run_codecs
+from swarm.activation.tokens import TOKENS_FILE
 from swarm.data.dataset import PackedDataset
 from swarm.data.order import samples_of_step
 from swarm.manifest import RunManifest
@@ -70,6 +71,36 @@ def test_peers_train_like_the_reference(
         assert reported == pytest.approx(losses[-1], abs=1e-4)
 
 
+def test_peers_that_predict_from_token_ids_train_like_the_reference(swarm: Swarm) -> None:
+    """Codec basis: both ends have the ids, the run's token table and the prior of its boundary."""
+    run_dir = swarm.make_run(
+        stages=2,
+        replicas=1,
+        steps=STEPS,
+        codec="basis",
+        mask_ratio=50.0,
+        prediction="context",
+        optimizer="sgd",
+        learning_rate=0.1,
+    )
+    swarm.seed()
+    for stage in range(2):
+        swarm.join(stage, f"{stage}-0")
+    names = ["0-0", "1-0"]
+    assert swarm.wait_exits(names, 120.0) == dict.fromkeys(names, 0), swarm.report()
+    assert all(list((swarm.folder / name).glob(f"data/*/artifacts/{TOKENS_FILE}")) for name in names)
+    manifest = RunManifest.load(run_dir / "manifest.yaml")
+    trained, initial, losses = reference(manifest, run_dir, swarm.folder / "model")
+    found = {name: tensor for peer in names for name, tensor in trained_weights(swarm.folder / peer).items()}
+    assert set(found) == set(trained)
+    moved = {name: tensor - initial[name] for name, tensor in trained.items()}
+    assert min(float(move.norm()) for move in moved.values()) > 1e-3
+    # Rounding may move a coordinate over the edge of a level, which no tolerance of single values allows for.
+    errors = {name: float((found[name] - trained[name]).norm() / moved[name].norm()) for name in trained}
+    assert max(errors.values()) < 0.02, errors
+    assert swarm.members["1-0"].last("summary")["loss"] == pytest.approx(losses[-1], abs=1e-3)
+
+
 def trained_weights(folder: Path, version: int = STEPS) -> dict[str, Tensor]:
     """The weights in a peer's checkpoint of a version."""
     (path,) = folder.glob(f"data/*/checkpoints/*/*version-{version:08d}.safetensors")
@@ -88,22 +119,10 @@ def reference(
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    boundaries = range(manifest.model.stages - 1)
     trainer = ReferenceTrainer(
         model,
         manifest.model.cuts,
-        [
-            build_codec(
-                manifest.codec,
-                hidden_size=manifest.model.hidden_size,
-                boundary=boundary,
-                run_seed=manifest.seed,
-                prior=None,
-                device="cpu",
-                dtype=torch.float32,
-            )
-            for boundary in boundaries
-        ],
+        run_codecs(manifest, run_dir / "artifacts"),
         manifest.optimizer,
         manifest.total_steps,
         reference_loss_tokens=manifest.reference_loss_tokens,

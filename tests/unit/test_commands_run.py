@@ -8,7 +8,7 @@ import json
 import shutil
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,11 +23,14 @@ from peers.commands.assembly import choose_version
 from peers.commands.compare import dense_trainer, share_of_gain
 from peers.commands.evaluate import heldout_loss, run_dataset, spread
 from peers.commands.export import next_command
-from peers.commands.init import RunOptions, create_run
-from peers.commands.inspect import boundary_bytes, part_batches, stage_rows, step_samples
+from peers.commands.init import DEFAULT_PREDICTION, RunOptions, create_run
+from peers.commands.inspect import boundary_bytes, part_batches, run_codecs, stage_rows, step_samples
 from peers.commands.local import LocalOptions, run_options_without_effect
 from peers.commands.status import describe, render
 from peers.config import UserError
+from swarm.activation.base import CodecKey
+from swarm.activation.config import BasisConfig
+from swarm.activation.tokens import TOKENS_FILE
 from swarm.data.dataset import PackedDataset
 from swarm.manifest import ManifestError, RunManifest
 from swarm.model.packed import packed_kwargs
@@ -158,6 +161,7 @@ def test_existing_run_is_not_overwritten(
         ({"mask_ratio": 100.0}, "mask-ratio"),
         ({"codec": "dense"}, "--mask-ratio belongs to"),
         ({"codec_values": "int8"}, "--codec-values belongs to"),
+        ({"codec": "mask", "prediction": "token"}, "--prediction belongs to"),
         ({"learning_rate": -1.0}, "learning-rate"),
         ({"optimizer": "adamw", "momentum": 0.5}, "momentum"),
         ({"samples_per_step": 1, "rows_per_microbatch": 2}, "less than one microbatch"),
@@ -196,6 +200,29 @@ def test_missing_data_is_one_clear_line(
     err = capsys.readouterr().err
     assert err.startswith("swarm-peer: error: ")
     assert "./no/such/data" in err
+
+
+@pytest.mark.parametrize("prediction", [None, "token", "none"])
+def test_run_that_predicts_publishes_its_token_table(
+    options: RunOptions, tmp_path: Path, prediction: Literal["token", "none"] | None
+) -> None:
+    manifest = create_run(dataclasses.replace(options, prediction=prediction), tmp_path / "run")
+    artifacts = tmp_path / "run" / "artifacts"
+    assert isinstance(manifest.codec, BasisConfig)
+    assert manifest.codec.prediction == (prediction or DEFAULT_PREDICTION)
+    names = {artifact.name for artifact in manifest.artifacts}
+    assert (TOKENS_FILE in names) == (prediction != "none")
+    codecs = run_codecs(manifest, artifacts)
+    if prediction == "none":
+        return
+    dataset = PackedDataset(artifacts, manifest.data)
+    trained = dataset.batch(range(len(dataset)))
+    arrays = load_file(artifacts / TOKENS_FILE)
+    assert arrays["ids"].tolist() == trained.token_ids.unique().tolist()
+    assert arrays["rows"].shape[1] == manifest.model.hidden_size
+    key = CodecKey.of(dataset.batch([0, 1]), 0)
+    hidden = torch.zeros(*key.shape, manifest.model.hidden_size)
+    assert codecs[0].decode(codecs[0].encode(hidden, key), key).shape == hidden.shape
 
 
 def test_mask_run_needs_no_calibration(options: RunOptions, tmp_path: Path) -> None:
