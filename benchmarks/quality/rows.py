@@ -24,7 +24,7 @@ PAPER_SCHEDULE = AnchorPlan()
 
 BASIS_REVISION = 4
 """Of codec basis; raised when equal options code otherwise, so that its rows are run again. 2: trellis-coded; 3: single
-outlier values, constant levels."""
+outlier values, constant levels; 4: int8 matrices in priors."""
 
 NO_FADING = 80
 """max_staleness of the paper's corrector: a memory that is one interval late (up to 2 K steps old) counts in full."""

@@ -93,11 +93,11 @@ def test_peers_that_predict_from_token_ids_train_like_the_reference(swarm: Swarm
     trained, initial, losses = reference(manifest, run_dir, swarm.folder / "model")
     found = {name: tensor for peer in names for name, tensor in trained_weights(swarm.folder / peer).items()}
     assert set(found) == set(trained)
-    moved = {name: tensor - initial[name] for name, tensor in trained.items()}
-    assert min(float(move.norm()) for move in moved.values()) > 1e-3
+    moved = torch.cat([(trained[name] - initial[name]).flatten() for name in trained])
+    assert float(moved.norm()) > 1e-2
     # Rounding may move a coordinate over the edge of a level, which no tolerance of single values allows for.
-    errors = {name: float((found[name] - trained[name]).norm() / moved[name].norm()) for name in trained}
-    assert max(errors.values()) < 0.02, errors
+    errors = torch.cat([(found[name] - trained[name]).flatten() for name in trained])
+    assert float(errors.norm() / moved.norm()) < 0.02
     assert swarm.members["1-0"].last("summary")["loss"] == pytest.approx(losses[-1], abs=1e-3)
 
 
