@@ -192,6 +192,10 @@ def main() -> None:
         name, _, options = text.partition(":")
         pairs = [option.split("=", 1) for option in options.split(",") if option]
         variants.append((name, {key: yaml.safe_load(value) for key, value in pairs}))
+    tables = {
+        config.prediction: token_table(states, config)
+        for config in (BasisConfig(**options) for _, options in variants)
+    }
     rows: list[dict[str, Any]] = []
     for step in arguments.steps:
         tested = states.captured(step, 0, arguments.test, held_out=True)
@@ -203,7 +207,7 @@ def main() -> None:
             for ratio in arguments.ratios:
                 for name, options in variants:
                     config = BasisConfig(mask_ratio=ratio, **options)
-                    codecs = fit_codecs(fitted, config, token_table(states, config))
+                    codecs = fit_codecs(fitted, config, tables[config.prediction])
                     boundaries = [
                         measure(codec, hidden, gradient, tested.batches)
                         for codec, hidden, gradient in zip(
