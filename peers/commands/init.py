@@ -213,6 +213,12 @@ class InitOptions(RunOptions):
     grant_anchor: tuple[str, ...] = ()
     """Name these peer ids as anchors of the existing run in RUN_DIR, after those it has (needs its owner.key)."""
 
+    link_mbps: float = 200.0
+    """Mbit/s of the crowd's slower lines, for advice on the mask ratio; changes nothing."""
+
+    stage_us_per_token: float | None = None
+    """Microseconds a stage of the crowd's machines takes per token, for that advice; without it, this machine's."""
+
     revoke_anchor: tuple[str, ...] = ()
     """Priors of these anchors of the existing run in RUN_DIR count no more; what is in force stays until replaced."""
 
@@ -292,6 +298,27 @@ def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
         )
 
 
+def codec_advice(options: InitOptions, manifest: RunManifest, calibration_s: float | None) -> str | None:
+    """Which codec suits the crowd's lines; None for one stage, or if a stage's compute is not known."""
+    from peers.commands.advice import advise, note, stage_seconds_per_token
+
+    given, stages = options.stage_us_per_token, manifest.model.stages
+    if given is not None:
+        per_token = given * 1e-6
+    elif calibration_s:
+        tokens = options.calibration_microbatches * manifest.tokens_per_microbatch
+        per_token = stage_seconds_per_token(calibration_s, tokens, stages)
+    else:
+        return None
+    if stages < 2:
+        return None
+    codec = manifest.codec
+    ratio = getattr(codec, "mask_ratio", None)
+    chosen = f"--codec {codec.name}" + ("" if ratio is None else f" --mask-ratio {ratio:g}")
+    advice = advise(manifest.model.hidden_size, options.link_mbps, per_token)
+    return note(advice, options.link_mbps, per_token, chosen, is_measured=given is None)
+
+
 def grant(options: InitOptions, run_dir: Path) -> int:
     """Change the anchors of an existing run. Raises UserError."""
     from rich.console import Console
@@ -328,10 +355,15 @@ def run(options: InitOptions) -> int:
         return grant(options, run_dir)
     check_target(run_dir)
     check_sources(options)
+    if options.link_mbps <= 0 or (options.stage_us_per_token is not None and options.stage_us_per_token <= 0):
+        raise UserError("--link-mbps and --stage-us-per-token must be positive")
     started = time.monotonic()
-    with phases(console) as progress:
+    seconds: dict[str, float] = {}
+    with phases(console, seconds) as progress:
         manifest = create_run(options, run_dir, progress)
     print_run(console, manifest, run_dir)
+    if (advice := codec_advice(options, manifest, seconds.get("calibrate codec"))) is not None:
+        console.print(advice, markup=False)
     console.print(f"next: swarm-peer seed {run_dir}", markup=False)
     console.print(f"made in {time.monotonic() - started:.0f} s")
     return 0
