@@ -63,6 +63,7 @@ REFUSAL_REASONS = (
     "plan",
     "step",
     "assign",
+    "not_finite",
     "other",
 )
 """Labels of refused frames; a reason outside of them is counted as "other"."""

@@ -53,8 +53,6 @@ def test_swarm_takes_an_anchors_priors_outlives_it_and_takes_another_anchors(
     in_force = [version_in_force(swarm, name, 0) for name in NAMES if name[0] in "01"]
     other = swarm.join(None, "other", is_anchor=True, identity=second)
     wait_for(lambda: passes(other) >= 1 and all_use(max(in_force) + 1), 90.0, "the other's priors", swarm)
-    notes = {name: swarm.members[name].notes for name in NAMES}
-    assert all(sum("no newer ones come" in note for note in said) == 1 for said in notes.values())
     still_trains(swarm)
     swarm.signal("other", signal.SIGTERM)
     assert swarm.wait_exits(["other"], 20.0) == {"other": 0}, swarm.report()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.machine import compute_format
 from tests.kit.swarm import ROOT, wait_for
 from tests.kit.tiny import write_model, write_texts
 
@@ -78,7 +79,7 @@ def test_volunteers_train_by_hand(terminals: Terminals, tmp_path: Path) -> None:
     terminals.run(
         "init",
         f"init {tmp_path}/run --model {model} --data {texts} --stages 2 --replicas 1 --steps 6 --samples-per-step 4 "
-        "--sequence-length 32 --codec mask --mask-ratio 50 --snapshot-every 3",
+        f"--sequence-length 32 --codec mask --mask-ratio 50 --snapshot-every 3 --compute {compute_format()}",
     )
     terminals.open("seed", f"seed {tmp_path}/run --listen /ip4/127.0.0.1/tcp/0")
     join_line = r"swarm-peer (join --stage (\d) --initial-peers (\S+))"
@@ -93,7 +94,7 @@ def test_volunteers_train_by_hand(terminals: Terminals, tmp_path: Path) -> None:
             f"{line} --data-dir {tmp_path}/volunteer-{stage} --listen /ip4/127.0.0.1/tcp/0 --threads 1",
         )
     for stage in "01":
-        wait_for(lambda s=stage: "finished" in terminals.output(f"join-{s}"), 90.0, "training to end")
+        wait_for(lambda s=stage: "finished" in terminals.output(f"join-{s}"), 180.0, "training to end")
 
     table = json.loads(terminals.run("status", f"status --initial-peers {address} --json"))
     stages = [peer for peer in json.dumps(table).split("peer_id") if '"stage": ' in peer]

@@ -44,7 +44,7 @@ def test_a_stopped_swarm_goes_on_with_the_same_loss(host: Host, tmp_path: Path) 
     for name in names:
         bench.join(swarm, name, trace_ledger=swarm.folder / name / "ledger-after.jsonl")
     try:
-        swarm.wait_finished(names, 120.0)
+        swarm.wait_finished(names, 240.0)
         outcome = bench.collect(swarm, 0.0)
     finally:
         swarm.kill_all()

@@ -152,6 +152,7 @@ def test_wrong_priors_are_refused_and_a_joiner_corrects_as_the_others_did(
         good = a.offer(own, step, a.corrector(1, step))
         wait_for(corrects(swarm, 1, good), 60.0, "the good prior in use", swarm)
         a.offer(other, step, a.corrector(0, step))
+        wait_for(lambda: "prior_step" in corrector(swarm, "1-0"), 30.0, "figures of the correction", swarm)
         figures = corrector(swarm, "1-0")
         assert figures["prior_step"] == step and figures["corrected"] == len(a.matrices(1)), figures
         assert 0 < figures["eta"] < 1 and 0 < figures["cosine"] <= 1 and figures["passed"] == {}
