@@ -17,7 +17,7 @@ import pytest
 from tests.kit.machine import compute_format
 from tests.kit.swarm import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 # A plain process: transformers alone, nothing of this project.
 LOAD = """
@@ -49,7 +49,7 @@ def test_local_trains_a_pretrained_model_and_leaves_a_checkpoint_transformers_lo
         [sys.executable, "-m", "peers.cli", *command.split()],
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1300,
         check=False,
         env=environment,
     )
@@ -67,7 +67,7 @@ def test_local_trains_a_pretrained_model_and_leaves_a_checkpoint_transformers_lo
         [sys.executable, "-c", LOAD, summary["checkpoint"]],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
