@@ -170,14 +170,16 @@ def test_microbatches_go_through_all_anchors_and_gradients_come_back(
     runner.run(scenario())
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("spoils", ["load", "fetch", "nan", "shape"])
+SPOILT = [(place, spoils) for place in range(3) for spoils in ("load", "fetch", "nan", "shape")]
+
+
+# The last anchor sends no states that could be wrong.
+@pytest.mark.parametrize(
+    ("place", "spoils"), [case for case in SPOILT if case not in {(2, "nan"), (2, "shape")}]
+)
 def test_what_goes_wrong_at_one_anchor_ends_the_pass_at_all_and_not_the_next(
     runner: asyncio.Runner, row: Row, place: int, spoils: str
 ) -> None:
-    if place == 2 and spoils in ("nan", "shape"):
-        pytest.skip("the last anchor sends no states")
-
     async def scenario() -> None:
         async with row:
             row.work[place].spoils = spoils
