@@ -112,11 +112,11 @@ def run_reference(
 ) -> tuple[float, float]:
     """Held-out losses before and after training the uncut model with priors of the same versions."""
     from peers.commands.assembly import assemble_initial
-    from peers.commands.build import DTYPES
     from peers.commands.evaluate import heldout_loss, quiet_transformers, run_dataset
     from peers.commands.inspect import part_batches, run_codecs, step_samples
     from swarm.anchor.passes import pass_samples
     from swarm.data.dataset import PackedDataset
+    from swarm.model.formats import compute_dtype
     from swarm.model.source import load_pretrained
     from swarm.reference import ReferenceTrainer
 
@@ -133,7 +133,7 @@ def run_reference(
         manifest.optimizer,
         manifest.total_steps,
         freeze=frozenset(manifest.model.freeze),
-        compute_dtype=DTYPES[manifest.compute],
+        compute_dtype=compute_dtype(manifest.compute, "cpu"),
         reference_loss_tokens=manifest.reference_loss_tokens,
     )
     dataset = PackedDataset(run_dir / "artifacts", manifest.data)
@@ -159,14 +159,14 @@ def fit(manifest: RunManifest, run_dir: Path, model: Any, batches: list[Any]) ->
     """The codec of every boundary with a prior fitted at the model's weights, as an anchor fits it."""
     from safetensors.torch import load_file
 
-    from peers.commands.build import DTYPES
     from swarm.activation.calibrate import collect_boundary_samples
     from swarm.activation.config import BasisConfig
     from swarm.activation.fit import fit_basis_prior
     from swarm.activation.registry import build_codec, needs_tokens
     from swarm.activation.tokens import TOKENS_FILE, TokenTable
+    from swarm.model.formats import compute_dtype
 
-    codec, dtype = manifest.codec, DTYPES[manifest.compute]
+    codec, dtype = manifest.codec, compute_dtype(manifest.compute, "cpu")
     if not isinstance(codec, BasisConfig):
         raise SystemExit(f"codec {codec.name} has no priors")
     table = TokenTable(load_file(run_dir / "artifacts" / TOKENS_FILE)) if needs_tokens(codec) else None

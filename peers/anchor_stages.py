@@ -12,7 +12,7 @@ from hivemind.p2p import P2P
 from dht.noticeboard import Noticeboard
 from peers.anchor_cover import Span
 from peers.checkpoint import RUN_CHARACTERS, CheckpointStore
-from peers.compute import compute_dtype, model_config
+from peers.compute import model_config
 from peers.config import PeerConfig
 from peers.engine import Engine, JobPriority
 from peers.run_files import RunFiles, prior_name, stage_name
@@ -24,6 +24,7 @@ from swarm.activation.tokens import TOKENS_FILE
 from swarm.anchor.passes import AnchorModel, pass_samples
 from swarm.batch import Batch
 from swarm.manifest import RunManifest
+from swarm.model.formats import compute_dtype
 from swarm.model.stage import StageModel, build_stage
 
 
@@ -78,7 +79,7 @@ class AnchorStages:
                     config,
                     manifest.model.cuts,
                     stage,
-                    dtype=compute_dtype(manifest),
+                    dtype=compute_dtype(manifest.compute, self._config.device),
                     device=self._config.device,
                     tensors=self._files.artifacts / stage_name(stage),
                     freeze=frozenset(manifest.model.freeze),

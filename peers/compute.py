@@ -17,6 +17,7 @@ from torch import Tensor
 from swarm.activation.base import BoundaryCodec, CodecKey, Payload
 from swarm.batch import Batch
 from swarm.manifest import RunManifest
+from swarm.model.formats import compute_dtype
 from swarm.model.stage import build_stage, stage_tensor_names
 from swarm.model.trainable import TrainableSet
 from swarm.plan import MicrobatchKey
@@ -120,7 +121,7 @@ def build_compute(
     Raises ValueError if the file does not hold exactly this stage's tensors.
     """
     config = model_config(manifest)
-    dtype = compute_dtype(manifest)
+    dtype = compute_dtype(manifest.compute, device)
     freeze = frozenset(manifest.model.freeze)
     if microseconds_per_token is None:
         model = build_stage(
@@ -142,11 +143,6 @@ def build_compute(
     }
     trainable = TrainableSet.of(trained)
     return CalibratedCompute(trainable, boundaries, manifest.model.hidden_size, microseconds_per_token)
-
-
-def compute_dtype(manifest: RunManifest) -> torch.dtype:
-    """The run's compute dtype."""
-    return torch.bfloat16 if manifest.compute == "bf16" else torch.float32
 
 
 def model_config(manifest: RunManifest) -> Any:

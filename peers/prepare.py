@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from peers.compute import Boundaries, StageCompute, build_compute, compute_dtype
+from peers.compute import Boundaries, StageCompute, build_compute
 from peers.config import PeerConfig
 from peers.engine import Engine, JobPriority
 from peers.run_files import RunFiles, prior_name, stage_name
@@ -15,6 +15,7 @@ from swarm.activation.registry import build_codec, needs_prior, needs_tokens
 from swarm.activation.tokens import TOKENS_FILE
 from swarm.activation.versions import VersionedCodec
 from swarm.manifest import RunManifest
+from swarm.model.formats import compute_dtype
 
 
 def codec_of(
@@ -29,7 +30,7 @@ def codec_of(
         run_seed=manifest.seed,
         prior=prior,
         device=config.device,
-        dtype=compute_dtype(manifest),
+        dtype=compute_dtype(manifest.compute, config.device),
         tokens=files.tokens(config.device) if needs_tokens(manifest.codec) else None,
     )
 

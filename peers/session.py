@@ -39,6 +39,7 @@ from peers.supervision import Supervision
 from peers.traffic import Traffic
 from peers.transfer import fetch_manifest
 from swarm.manifest import ManifestError, RunManifest
+from swarm.model.formats import has_bf16
 
 logger = logging.getLogger("swarm_peer.session")
 STATUS_S = 1.0
@@ -200,8 +201,19 @@ class Session:
             directory = self._config.data_dir.expanduser() / manifest.run_id
             directory.mkdir(parents=True, exist_ok=True)
             self._reporter.note(f"run {manifest.name!r} ({manifest.run_id}), {manifest.model.stages} stages")
+            self._say_format(manifest)
             return self._check_protocol(manifest), directory
         raise UserError("\n".join(errors))
+
+    def _say_format(self, manifest: RunManifest) -> None:
+        """Say so if stages are computed in another format here than the run's."""
+        config, wanted = self._config, manifest.compute
+        computes = config.is_anchor or (config.stage is not None and config.compute.is_real)
+        if computes and wanted == "bf16" and not has_bf16(config.device):
+            self._reporter.note(
+                f"stages are computed in fp32 here: {config.device} has no instructions for the run's {wanted}, which "
+                "would take many times as long"
+            )
 
     def _check_protocol(self, manifest: RunManifest) -> RunManifest:
         if manifest.protocol != PROTOCOL_VERSION:

@@ -31,6 +31,7 @@ from swarm.gradient.values import AveragingConfig
 from swarm.manifest import AnchorSection, Artifact, ModelSection, RunManifest, create_owner_key
 from swarm.model.cut import check_cuts, equal_cost_cuts
 from swarm.model.export import split_checkpoint
+from swarm.model.formats import compute_dtype
 from swarm.model.plan import require_pipeline_plan
 from swarm.model.source import load_pretrained
 from swarm.optim import OptimizerConfig
@@ -226,7 +227,9 @@ def _build(
             arrays = make_token_table(embedding, dataset.token_counts(), codec.prediction)
             save_file(arrays, str(artifacts / TOKENS_FILE))
             tokens = TokenTable(arrays)
-        _fit_priors(model, cuts, batches, DTYPES[options.compute], codec, tokens, artifacts, show)
+        _fit_priors(
+            model, cuts, batches, compute_dtype(options.compute, "cpu"), codec, tokens, artifacts, show
+        )
 
     files = sorted(path for path in artifacts.rglob("*") if path.is_file())
     described = []

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peers.commands.assembly import assemble_initial
-from peers.commands.build import DTYPES
 from peers.commands.evaluate import greedy, heldout_loss, run_dataset
 from peers.commands.inspect import part_batches, step_samples
 from swarm.activation.calibrate import cast_parameters_
 from swarm.activation.config import DenseConfig
 from swarm.activation.registry import build_codec
 from swarm.data.dataset import PackedDataset
+from swarm.model.formats import compute_dtype
 from swarm.model.source import load_pretrained
 from swarm.reference import ReferenceTrainer
 
@@ -32,7 +32,7 @@ def share_of_gain(before: float, after: float, dense: float) -> float | None:
 
 def dense_trainer(manifest: RunManifest, model: Any) -> ReferenceTrainer:
     """Plain training of the uncut model as the manifest says, everything crossing the boundaries as bf16."""
-    dtype = DTYPES[manifest.compute]
+    dtype = compute_dtype(manifest.compute, "cpu")
     wire = DenseConfig(values="bf16" if manifest.compute == "bf16" else "fp32")
     codecs = [
         build_codec(
@@ -74,7 +74,7 @@ def evaluate_run(
     seconds: filled with what each part took. The trained model is evaluated first, then the initial one,
     which plain training then goes on from: one uncut model in memory at a time.
     """
-    dtype = DTYPES[manifest.compute]
+    dtype = compute_dtype(manifest.compute, "cpu")
     heldout = run_dataset(run_dir)
     result: dict[str, Any] = {"eval_samples": min(max_samples, len(heldout))}
     started = time.monotonic()

@@ -146,7 +146,8 @@ class RunOptions(CommandOptions):
     """Parts that are not trained."""
 
     compute: Literal["bf16", "fp32"] = "bf16"
-    """Number format in which stages compute; master weights are fp32."""
+    """Number format in which stages compute, fp32 in place of bf16 on CPUs without instructions for it; master weights
+    are fp32."""
 
     weights: Literal["auto", "bf16", "fp32"] = "auto"
     """Number format of the initial weights that peers fetch; auto keeps the model's own."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from peers.commands.build import DTYPES, prior_name
+from peers.commands.build import prior_name
 from swarm.activation.base import BoundaryCodec, CodecKey
 from swarm.activation.registry import build_codec, needs_prior, needs_tokens
 from swarm.activation.tokens import TOKENS_FILE, TokenTable
@@ -19,6 +19,7 @@ from swarm.data.order import samples_of_step
 from swarm.manifest import RunManifest
 from swarm.model.cut import stage_ranges
 from swarm.model.export import stage_file_name
+from swarm.model.formats import compute_dtype
 from swarm.model.stage import stage_tensor_names
 
 _MEASURED_SAMPLES = 256
@@ -113,7 +114,7 @@ def run_codecs(manifest: RunManifest, artifacts: Path) -> list[BoundaryCodec]:
             run_seed=manifest.seed,
             prior=load_file(artifacts / prior_name(boundary)) if needs_prior(manifest.codec) else None,
             device="cpu",
-            dtype=DTYPES[manifest.compute],
+            dtype=compute_dtype(manifest.compute, "cpu"),
             tokens=tokens,
         )
         for boundary in range(len(manifest.model.cuts))

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.machine import compute_format
 from tests.kit.swarm import ROOT, wait_for
 from tests.kit.tiny import write_model, write_texts
 
@@ -79,7 +78,7 @@ def test_volunteers_train_by_hand(terminals: Terminals, tmp_path: Path) -> None:
     terminals.run(
         "init",
         f"init {tmp_path}/run --model {model} --data {texts} --stages 2 --replicas 1 --steps 6 --samples-per-step 4 "
-        f"--sequence-length 32 --codec mask --mask-ratio 50 --snapshot-every 3 --compute {compute_format()}",
+        f"--sequence-length 32 --codec mask --mask-ratio 50 --snapshot-every 3",
     )
     terminals.open("seed", f"seed {tmp_path}/run --listen /ip4/127.0.0.1/tcp/0")
     join_line = r"swarm-peer (join --stage (\d) --initial-peers (\S+))"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.machine import compute_format
 from tests.kit.swarm import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
@@ -42,7 +41,7 @@ def test_local_trains_a_pretrained_model_and_leaves_a_checkpoint_transformers_lo
         --steps 6 --samples-per-step 8 --rows-per-microbatch 2 --sequence-length 128 --freeze embedding head
         --codec basis --mask-ratio 80 --calibration-microbatches 32 --averaging-values fp16 --learning-rate 2e-4
         --warmup-steps 1 --snapshot-every 6 --eval-samples 24 --compare-dense --summary {summary_file}
-        --threads 1 --peer-threads 1 --compute {compute_format()}
+        --threads 1 --peer-threads 1
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(

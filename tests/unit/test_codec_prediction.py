@@ -234,14 +234,19 @@ def make_codec(
     return build(config, prior, table), prior, table
 
 
-def build(config: BasisConfig, prior: dict[str, Tensor], table: TokenTable | None) -> BasisCodec:
+def build(
+    config: BasisConfig,
+    prior: dict[str, Tensor],
+    table: TokenTable | None,
+    dtype: torch.dtype = torch.float32,
+) -> BasisCodec:
     return BasisCodec(
         config,
         hidden_size=HIDDEN,
         boundary=3,
         prior=prior,
         device="cpu",
-        dtype=torch.float32,
+        dtype=dtype,
         tokens=table,
     )
 
@@ -333,6 +338,30 @@ def test_gradients_are_coded_as_without_prediction() -> None:
     first, second = plain.encode_gradient(gradient, key), predicting.encode_gradient(gradient, key)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(plain.decode_gradient(first, key), predicting.decode_gradient(first, key))
+
+
+@pytest.mark.parametrize(
+    ("sends", "receives"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_ends_may_compute_in_different_formats(sends: torch.dtype, receives: torch.dtype) -> None:
+    """Each end predicts and decodes in its own format; what that adds is rounding."""
+    codec, prior, table = make_codec()
+    config = BasisConfig(mask_ratio=80, prediction="context")
+    sender, receiver = build(config, prior, table, sends), build(config, prior, table, receives)
+    key = make_key()
+    assert key.token_ids is not None
+    hidden = states_of(table, key.token_ids, key.document_starts, 5).view(*key.shape, HIDDEN)
+
+    def error(decoded: Tensor, exact: Tensor) -> float:
+        return float((decoded.float() - exact).square().mean() / exact.var())
+
+    decoded = receiver.decode(sender.encode(hidden.to(sends), key), key)
+    assert decoded.dtype == receives
+    assert error(decoded, hidden) < 1.05 * error(codec.decode(codec.encode(hidden, key), key), hidden) + 1e-4
+    gradient = torch.randn(*key.shape, HIDDEN, generator=torch.Generator().manual_seed(2))
+    mixed = receiver.decode_gradient(sender.encode_gradient(gradient.to(sends), key), key)
+    alike = codec.decode_gradient(codec.encode_gradient(gradient, key), key)
+    assert error(mixed, gradient) < 1.02 * error(alike, gradient)
 
 
 def test_both_ends_build_equal_codecs_from_the_files() -> None:
