@@ -13,23 +13,32 @@ SNAPSHOTS = 3
 
 
 class PriorAge:
-    """Says once when priors have grown old, and once when they are renewed. snapshot_every: steps."""
+    """Says once when priors have grown old, and once when they are renewed. snapshot_every: steps.
+
+    Where priors come again and again but late, by an anchor that is slower than the snapshots, it is said again only
+    when they are twice as old as they have been when they were renewed.
+    """
 
     def __init__(self, snapshot_every: int) -> None:
         self.limit = SNAPSHOTS * snapshot_every
         self.is_old = False
+        self._said_from = self.limit
+        self._oldest, self._has_said = 0, False
 
     def look(self, ages: Iterable[int | None], *, has_anchors: bool) -> str | None:
         """What to say now, if anything. ages: steps since the weights that each prior in force was fitted at, None
         where that is not known. has_anchors: whether the run has anchors that could renew them.
         """
         oldest = max((age for age in ages if age is not None), default=0)
-        was_old, self.is_old = self.is_old, has_anchors and oldest > self.limit
-        if self.is_old and not was_old:
+        self.is_old = has_anchors and oldest > self.limit
+        self._oldest = max(self._oldest, oldest) if self.is_old else self._oldest
+        if self.is_old and not self._has_said and oldest > self._said_from:
+            self._has_said = True
             return (
                 f"warning: the priors in force are {oldest} steps old and no newer ones come: no anchor seems to be "
                 f"there; training goes on with them, at a growing loss of precision"
             )
-        if was_old and not self.is_old:
+        if self._has_said and not self.is_old:
+            self._has_said, self._said_from = False, 2 * self._oldest
             return "the priors in force are renewed"
         return None

@@ -134,13 +134,19 @@ async def fetch_snapshot(
 ) -> str:
     """Fetch a stage's snapshot to `target`; returns the peer id of the holder whose copy it is.
 
-    Replicas' snapshots may differ by rounding, so each holder's own hash list is asked for first and the file
-    is wholly one holder's: on a change of holder only chunks that match the new one's list are kept.
-    Raises TransferError as `fetch_artifact` does; a snapshot of over `limit_bytes` is refused.
+    Replicas' snapshots may differ by rounding: see `fetch_copy`.
     """
-    name = snapshot_name(version, stage)
-    transfer = _Transfer(p2p, run_id, name, target, deadline_idle_s, traffic, progress, limit_bytes)
-    return await transfer.run(holders)
+    return await fetch_copy(
+        p2p,
+        holders,
+        run_id,
+        snapshot_name(version, stage),
+        target,
+        progress=progress,
+        deadline_idle_s=deadline_idle_s,
+        traffic=traffic,
+        limit_bytes=limit_bytes,
+    )
 
 
 async def fetch_copy(
@@ -150,14 +156,17 @@ async def fetch_copy(
     name: str,
     target: Path,
     *,
+    progress: Progress | None = None,
+    deadline_idle_s: float = LIMITS.fetch_idle_s,
     traffic: Traffic | None = None,
     limit_bytes: int = LIMITS.artifact_bytes,
 ) -> str:
     """Fetch a file of which every holder has a copy of its own, wholly from one; returns that holder's peer id.
 
-    Raises TransferError as `fetch_artifact` does.
+    Each holder's own hash list is asked for first: on a change of holder only chunks that match the new one's list
+    are kept. Raises TransferError as `fetch_artifact` does; a file of over `limit_bytes` is refused.
     """
-    transfer = _Transfer(p2p, run_id, name, target, LIMITS.fetch_idle_s, traffic, None, limit_bytes)
+    transfer = _Transfer(p2p, run_id, name, target, deadline_idle_s, traffic, progress, limit_bytes)
     return await transfer.run(holders)
 
 

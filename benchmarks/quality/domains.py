@@ -71,8 +71,20 @@ def domain_source(name: str, cache: Path) -> str:
 
 
 def _extract(package: str, is_text: Callable[[str], bool], cache: Path, target: Path) -> int:
-    """Copy a package's texts, unpacked, under their own paths. Returns how many."""
-    root, files = _package_files(package, cache)
+    """Copy a package's texts, unpacked, under their own paths. Returns how many.
+
+    Slim images install packages without their man pages, so one without texts is downloaded too.
+    """
+    taken = 0
+    for files_of in (_installed_files, _downloaded_files):
+        root, files = files_of(package, cache)
+        taken = _copy(package, is_text, root, files, target)
+        if taken:
+            break
+    return taken
+
+
+def _copy(package: str, is_text: Callable[[str], bool], root: Path, files: list[Path], target: Path) -> int:
     taken = 0
     for path in files:
         if not is_text(path.as_posix()) or path.is_symlink() or not path.is_file():
@@ -87,13 +99,19 @@ def _extract(package: str, is_text: Callable[[str], bool], cache: Path, target: 
     return taken
 
 
-def _package_files(package: str, cache: Path) -> tuple[Path, list[Path]]:
-    """A package's files and the folder that they lie under: where it is installed, else downloaded."""
+def _installed_files(package: str, _cache: Path) -> tuple[Path, list[Path]]:
+    """The root folder, and what lies there of a package; nothing if it is not installed."""
     try:
         listed = subprocess.run(["dpkg", "-L", package], capture_output=True, text=True, check=False)
-        if listed.returncode == 0:
-            return Path("/"), sorted(map(Path, listed.stdout.split("\n")[:-1]))
-        unpacked = cache / "packages" / package
+    except OSError:  # no dpkg: the download says so
+        return Path("/"), []
+    return Path("/"), sorted(map(Path, listed.stdout.split("\n")[:-1])) if listed.returncode == 0 else []
+
+
+def _downloaded_files(package: str, cache: Path) -> tuple[Path, list[Path]]:
+    """The folder where a package was unpacked, downloaded before if need be, and its files. Raises DomainError."""
+    unpacked = cache / "packages" / package
+    try:
         if not unpacked.is_dir():
             downloads = cache / "packages" / f".{package}"
             downloads.mkdir(parents=True, exist_ok=True)
@@ -105,6 +123,6 @@ def _package_files(package: str, cache: Path) -> tuple[Path, list[Path]]:
         detail = getattr(error, "stderr", b"") or b""
         raise DomainError(
             f"cannot get the Debian package {package} ({error} {detail.decode(errors='replace').strip()}); "
-            "run apt-get update, or use --domain python or a folder of texts"
+            "run apt-get update, or use --domains python or a folder of texts"
         ) from error
-    return unpacked, sorted(path for path in unpacked.rglob("*"))
+    return unpacked, sorted(unpacked.rglob("*"))
