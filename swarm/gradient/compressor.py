@@ -1,0 +1,111 @@
+"""What a stage's replicas average instead of their gradients: the interface of compressors.
+
+A compressor turns a gradient into one vector or several, one after the other ("phases": PowerSGD's second depends on
+the average of its first). Each is averaged by a butterfly whose chunks a `ChunkCodec` codes. What coding and
+compression left out stays with the member (error feedback), and is part of its next gradient.
+
+State is of two kinds. Common state (warm starts, masks) is a function of the averages of the committed rounds alone,
+so all members hold the same, and a joiner has it from a snapshot and the updates since. Local state (error feedback,
+local momentum) is a member's own and starts at zero. Neither changes until the round has committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from swarm.gradient.chunk import ChunkCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One vector of fp32 [elements] that is averaged, and what codes its chunks."""
+
+    elements: int
+    codec: ChunkCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """What the exchange made of one phase, at one member.
+
+    average: fp32 [elements], the same bits at all members.
+    counted: fp32 [elements], what of this member's vector entered the means: decoded where it was sent, exact in the
+    chunks that it reduced itself, zero if it had no weight.
+    owed: fp32 [elements], what the means lost when this member coded them, times total weight over its own: as part
+    of its next contribution it makes up for that. Zero in chunks that others reduced, or if it had no weight.
+    """
+
+    average: Tensor
+    counted: Tensor
+    owed: Tensor
+
+    def residual(self, vector: Tensor) -> Tensor:
+        """vector - counted + owed: error feedback over both codings of the butterfly."""
+        return vector - self.counted + self.owed
+
+
+class Compression(Protocol):
+    """One round at one member. Call `vector`, exchange, `take`, for every phase; then `result`; after COMMIT `commit`.
+
+    A compression that is dropped before `commit` has changed nothing.
+    """
+
+    def vector(self) -> Tensor:
+        """What this member contributes to the next phase: fp32 [elements], not changed any more."""
+
+    def take(self, averaged: Averaged) -> None:
+        """The phase's outcome. Raises ValueError for averages that cannot be used (not finite)."""
+
+    def result(self) -> Tensor:
+        """The averaged gradient: fp32 [numel], the same bits at all members."""
+
+    def commit(self) -> None:
+        """The round has committed: the compressor's state moves on."""
+
+
+class Compressor(Protocol):
+    """A stage's compressor at one member. Lives on the compute thread."""
+
+    def phases(self, step: int) -> tuple[Phase, ...]:
+        """What the round of a step averages."""
+
+    def begin(self, gradient: Tensor, step: int) -> Compression:
+        """Compress a contribution: fp32 [numel], per-token mean gradient of this member; it is not changed."""
+
+    def replay(self, averages: Sequence[Tensor], step: int) -> Tensor:
+        """Take a committed round from its phases' averages, as one who catches up: returns the averaged gradient, fp32
+        [numel], and moves the common state on. Raises ValueError, with nothing changed, for averages of other sizes.
+        """
+
+    def common_state(self) -> Mapping[str, Tensor]:
+        """Common state by name, for snapshots; empty if there is none. Copies."""
+
+    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take common state over, with local state at zero; an empty map is the state before the first step. Raises
+        ValueError, with nothing changed, for other names, shapes, or values that are not finite.
+        """
+
+    def digest(self) -> str:
+        """sha256 (hex) over all state, local state too: tests and diagnostics compare it."""
+
+
+def round_bytes(phases: Sequence[Phase], members: int, most: int) -> int:
+    """Most payload bytes that a member of an even group sends in a round: its parts to the reducers and, of what it
+    reduces, the averages to all. most: elements of a chunk at most.
+    """
+    from swarm.gradient.split import Split
+
+    largest = 0
+    for member in range(members):
+        total = 0
+        for phase in phases:
+            split = Split(phase.elements, members, most)
+            for chunk in range(split.chunks):
+                nbytes = phase.codec.nbytes(split.size(chunk))
+                total += nbytes * (members - 1) if split.reducer(chunk) == member else nbytes
+        largest = max(largest, total)
+    return largest

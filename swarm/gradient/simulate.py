@@ -1,0 +1,70 @@
+"""A group's round in one process, with the exchange's own cuts, codings and order: the reference of real peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.gradient.compressor import Averaged, Compression, Compressor, Phase
+from swarm.gradient.split import Split, chunk_seed, weighted_mean
+
+
+def average_phase(
+    vectors: Sequence[Tensor], weights: Sequence[int], phase: Phase, *, seeds: tuple[int, int, int], most: int
+) -> list[Averaged]:
+    """Average one phase's vectors (fp32 [elements] of each member); what each member gets.
+
+    seeds: run seed, step and number of the phase. most: elements of a chunk at most.
+    """
+    split = Split(phase.elements, len(vectors), most)
+    average = torch.empty(phase.elements)
+    counted = [torch.zeros(phase.elements) for _ in vectors]
+    owed = [torch.zeros(phase.elements) for _ in vectors]
+    total = sum(weights)
+    for chunk in range(split.chunks):
+        span, size, reducer = split.span(chunk), split.size(chunk), split.reducer(chunk)
+        parts: dict[int, Tensor] = {}
+        for member, weight in enumerate(weights):
+            if weight > 0:
+                part = vectors[member][span]
+                if member != reducer:
+                    seed = chunk_seed(*seeds, chunk, member)
+                    part = phase.codec.decode(phase.codec.encode(part, seed), size)
+                parts[member] = counted[member][span] = part
+        mean = weighted_mean(parts, weights)
+        decoded = phase.codec.decode(phase.codec.encode(mean, chunk_seed(*seeds, chunk, -1)), size)
+        average[span] = decoded
+        if weights[reducer] > 0:
+            owed[reducer][span] = (mean - decoded) * (total / weights[reducer])
+    return [Averaged(average.clone(), counted[i], owed[i]) for i in range(len(vectors))]
+
+
+def average_group(
+    compressors: Sequence[Compressor],
+    gradients: Sequence[Tensor],
+    weights: Sequence[int],
+    *,
+    run_seed: int,
+    step: int,
+    most: int,
+    commit: bool = True,
+) -> list[Tensor]:
+    """A whole round of a group of at least two; returns every member's averaged gradient, fp32 [numel].
+
+    commit: whether it commits; otherwise all state stays what it was. Raises ValueError as the compressors do.
+    """
+    rounds: list[Compression] = [
+        compressor.begin(gradient, step) for compressor, gradient in zip(compressors, gradients, strict=True)
+    ]
+    for number, phase in enumerate(compressors[0].phases(step)):
+        vectors = [each.vector() for each in rounds]
+        outcomes = average_phase(vectors, weights, phase, seeds=(run_seed, step, number), most=most)
+        for each, outcome in zip(rounds, outcomes, strict=True):
+            each.take(outcome)
+    results = [each.result() for each in rounds]
+    if commit:
+        for each in rounds:
+            each.commit()
+    return results
