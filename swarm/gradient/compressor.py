@@ -22,10 +22,15 @@ from swarm.gradient.chunk import ChunkCodec
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One vector of fp32 [elements] that is averaged, and what codes its chunks."""
+    """One vector of fp32 [elements] that is averaged, and what codes its chunks.
+
+    needs_residual: whether `Averaged.counted` and `owed` are wanted; without them nothing is decoded twice, and they
+    are empty.
+    """
 
     elements: int
     codec: ChunkCodec
+    needs_residual: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,9 @@ class Compressor(Protocol):
     def replay(self, averages: Sequence[Tensor], step: int) -> Tensor:
         """Take a committed round from its phases' averages, as one who catches up: returns the averaged gradient, fp32
         [numel], and moves the common state on. Raises ValueError, with nothing changed, for averages of other sizes.
+
+        An averaged gradient that is not finite is returned like any other, here and by `Compression.result`, but moves
+        no state, here and in `Compression.commit`: every member refuses to apply it.
         """
 
     def common_state(self) -> Mapping[str, Tensor]:

@@ -20,8 +20,8 @@ def average_phase(
     """
     split = Split(phase.elements, len(vectors), most)
     average = torch.empty(phase.elements)
-    counted = [torch.zeros(phase.elements) for _ in vectors]
-    owed = [torch.zeros(phase.elements) for _ in vectors]
+    kept = phase.elements if phase.needs_residual else 0
+    counted, owed = ([torch.zeros(kept) for _ in vectors] for _ in range(2))
     total = sum(weights)
     for chunk in range(split.chunks):
         span, size, reducer = split.span(chunk), split.size(chunk), split.reducer(chunk)
@@ -32,11 +32,13 @@ def average_phase(
                 if member != reducer:
                     seed = chunk_seed(*seeds, chunk, member)
                     part = phase.codec.decode(phase.codec.encode(part, seed), size)
-                parts[member] = counted[member][span] = part
+                parts[member] = part
+                if phase.needs_residual:
+                    counted[member][span] = part
         mean = weighted_mean(parts, weights)
         decoded = phase.codec.decode(phase.codec.encode(mean, chunk_seed(*seeds, chunk, -1)), size)
         average[span] = decoded
-        if weights[reducer] > 0:
+        if phase.needs_residual and weights[reducer] > 0:
             owed[reducer][span] = (mean - decoded) * (total / weights[reducer])
     return [Averaged(average.clone(), counted[i], owed[i]) for i in range(len(vectors))]
 
