@@ -1,4 +1,4 @@
-"""Optimizer of one stage: torch's AdamW or SGD over fp32 master weights, schedule, per-stage clipping.
+"""Optimizer of one stage: torch's AdamW or SGD, or AdamS, over fp32 master weights, schedule, per-stage clipping.
 
 Every replica of a stage applies the same averaged gradient with the same optimizer state, so replicas stay
 equal. Clipping needs no message across stages: each of the P stages clips its own gradient to
@@ -14,10 +14,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from swarm.adams import AdamS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Schedule = Literal["constant", "linear", "cosine"]
+
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adams": ("exp_avg",), "sgd": ("momentum_buffer",)}
 
 
 class OptimizerConfig(BaseModel):
@@ -25,15 +29,19 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "adams", "sgd"] = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0, description="peak learning rate")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
-    beta2: float = Field(default=0.98, ge=0, lt=1, description="AdamW: decay of the second moment")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW: added to the root of the second moment")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW, AdamS: decay of the first moment")
+    beta2: float = Field(default=0.98, ge=0, lt=1, description="AdamW, AdamS: decay of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW, AdamS: added to the root of the second moment")
     weight_decay: float = Field(
         default=0.0, ge=0, description="decoupled decay of tensors with 2 or more dimensions"
     )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD: momentum")
+    skip_zeros: bool = Field(
+        default=False,
+        description="AdamS: a coordinate whose gradient is exactly zero keeps weight and moment",
+    )
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     schedule: Schedule = Field(default="cosine", description="shape after the warm-up")
     final_ratio: float = Field(
@@ -42,9 +50,13 @@ class OptimizerConfig(BaseModel):
     clip_norm: float | None = Field(default=1.0, gt=0, description="bound of the model's gradient norm")
 
     @model_validator(mode="after")
-    def _momentum_belongs_to_sgd(self) -> OptimizerConfig:
-        if self.name == "adamw" and self.momentum:
-            raise ValueError(f"momentum {self.momentum} has no meaning for adamw: set beta1, or choose sgd")
+    def _fields_belong_to_the_optimizer(self) -> OptimizerConfig:
+        if self.name != "sgd" and self.momentum:
+            raise ValueError(
+                f"momentum {self.momentum} has no meaning for {self.name}: set beta1, or choose sgd"
+            )
+        if self.name != "adams" and self.skip_zeros:
+            raise ValueError(f"skip_zeros has no meaning for {self.name}: choose adams")
         return self
 
 
@@ -63,7 +75,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 def make_optimizer(
     config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """torch's optimizer for these fp32 parameters; the learning rate is set before every step."""
+    """The optimizer for these fp32 parameters; the learning rate is set before every step."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -71,6 +83,14 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
+    if config.name == "adams":
+        return AdamS(
+            groups,
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            skip_zeros=config.skip_zeros,
+        )
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
     )
@@ -136,7 +156,7 @@ class StageOptimizer:
 
     def state_layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of `state_dict` after a step; before the first one it is empty."""
-        moments = ("exp_avg", "exp_avg_sq") if self._config.name == "adamw" else ("momentum_buffer",)
+        moments = _MOMENTS[self._config.name]
         if self._optimizer is None or (self._config.name == "sgd" and not self._config.momentum):
             return {}
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
