@@ -17,6 +17,7 @@ from torch import Tensor
 from swarm.gradient.chunk import ChunkCodec
 from swarm.gradient.config import CODECS
 from swarm.gradient.registry import chunk_codec
+from tests.kit.butterfly import top_k
 
 Array = np.ndarray[Any, Any]
 BLOCK = 16
@@ -267,25 +268,13 @@ def test_sign_is_the_mean_magnitude_with_the_sign(chunk: Tensor) -> None:
 # -- top-k ---------------------------------------------------------------------------------------------
 
 
-def top_k(block: Array, ratio: float) -> Array:
-    """Sort by magnitude, then index; keep the first k in fp16 under the power of two of the largest."""
-    count = max(1, round(ratio * len(block)))
-    order = sorted(range(len(block)), key=lambda i: (-abs(block[i]), i))[:count]
-    out = np.zeros_like(block)
-    peak = np.abs(block).max()
-    exponent = max(-120, (math.floor(math.log2(peak)) + 1 if peak > 0 else 0) - 14)
-    for i in order:
-        out[i] = float(np.float16(block[i] * 2.0**-exponent)) * 2.0**exponent
-    return out
-
-
 @settings(max_examples=60)
 @given(chunk=chunks, ratio=st.sampled_from([0.01, 0.25, 0.5, 1.0]))
 @example(chunk=torch.tensor([1.0, -1.0, 1.0, 1.0, 0.5, 1.0]), ratio=0.5)
 def test_top_k_keeps_exactly_the_largest_and_the_first_of_equals(chunk: Tensor, ratio: float) -> None:
     decoded = again(codec_of({"name": "topk", "ratio": ratio}), chunk)
     if chunk.numel():
-        np.testing.assert_array_equal(decoded.double().numpy(), top_k(chunk.double().numpy(), ratio))
+        np.testing.assert_array_equal(decoded.double().numpy(), top_k(ratio)(chunk.double().numpy()))
 
 
 def test_top_k_of_several_blocks_takes_four_bytes_per_entry() -> None:

@@ -1,0 +1,95 @@
+"""Deep Gradient Compression: top-k with momentum correction (arXiv 1712.01887)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.gradient.compressor import Averaged, Phase
+from swarm.gradient.state import CompressorState, SinglePhase, checked_gradient, is_finite, only_average
+from swarm.gradient.topk import TopKCodec
+
+_WARMUP_BASE = 4
+
+
+def warmup_ratios(ratio: float) -> tuple[float, ...]:
+    """Shares that are sent before `ratio` is: 1/4, 1/16, ... as long as they are larger (the paper's sparsities of 75,
+    93.75, 98.4, 99.6 %). Powers of two, so that all machines agree on them.
+    """
+    found: list[float] = []
+    while (share := 1.0 / _WARMUP_BASE ** (len(found) + 1)) > ratio:
+        found.append(share)
+    return tuple(found)
+
+
+class DGCCompressor:
+    """g is clipped to the norm `local_clip`, if there is one; u = mu u + g;  v = v + u  (momentum correction);
+    g_hat = butterfly(v) with top-k;  u = 0 where sent (momentum factor masking);  v = v - counted + owed, which is zero
+    where it was sent but for rounding.
+
+    "Sent" is what entered the mean and was not lost when this member, as the reducer, chose k out of it: there the
+    lost mean comes back in v, and u goes on. The average already holds the momentum: apply it by SGD without any.
+
+    Local state: u and v, fp32 [numel] each; no common state. warmup_steps: steps over which the share that is sent
+    falls to `ratio`, spread evenly over `warmup_ratios`. Raises ValueError for a ratio outside (0, 1].
+    """
+
+    def __init__(
+        self, numel: int, *, ratio: float, momentum: float, local_clip: float | None, warmup_steps: int
+    ) -> None:
+        self._numel = numel
+        self._momentum = momentum
+        self._clip = local_clip
+        self._warmup_steps = warmup_steps
+        shares = (*warmup_ratios(ratio), ratio)
+        self._choices = tuple((Phase(numel, TopKCodec(share)),) for share in shares)
+        self._state = CompressorState({}, {"momentum": numel, "accumulated": numel})
+
+    def phases(self, step: int) -> tuple[Phase, ...]:
+        """See Compressor."""
+        if step >= self._warmup_steps:
+            return self._choices[-1]
+        return self._choices[step * (len(self._choices) - 1) // self._warmup_steps]
+
+    def begin(self, gradient: Tensor, step: int) -> SinglePhase:
+        """See Compressor. Raises ValueError for a gradient of another size or type."""
+        momentum = checked_gradient(gradient, self._numel)
+        if self._clip is not None:
+            norm = float(torch.linalg.vector_norm(momentum))
+            if norm > self._clip:
+                momentum *= self._clip / norm
+        momentum += self._state.local("momentum") * self._momentum
+        vector = self._state.local("accumulated") + momentum
+        version = self._state.version
+
+        def settle(averaged: Averaged, result: Tensor) -> None:
+            # owed is zero in chunks that others reduced; in own ones, where the mean was not chosen, it is the mean.
+            is_sent = (averaged.counted != 0) & ((averaged.average != 0) | (averaged.owed == 0))
+            local = {
+                "momentum": torch.where(is_sent, 0.0, momentum),
+                "accumulated": averaged.residual(vector),
+            }
+            self._state.move(version, local=local)
+
+        return SinglePhase(vector, torch.clone, settle)
+
+    def replay(self, averages: Sequence[Tensor], step: int) -> Tensor:
+        """See Compressor."""
+        average = only_average(averages, self.phases(step))
+        if is_finite(average):
+            self._state.move(self._state.version)
+        return average.clone()
+
+    def common_state(self) -> Mapping[str, Tensor]:
+        """See Compressor."""
+        return self._state.snapshot()
+
+    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
+        """See Compressor."""
+        self._state.load(state)
+
+    def digest(self) -> str:
+        """See Compressor."""
+        return self._state.digest()

@@ -1,0 +1,62 @@
+"""The gradient itself, coded by a chunk codec, with error feedback if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.gradient.chunk import ChunkCodec
+from swarm.gradient.compressor import Averaged, Phase
+from swarm.gradient.state import CompressorState, SinglePhase, checked_gradient, is_finite, only_average
+
+
+class PlainCompressor:
+    """a = g + e;  g_hat = butterfly(a);  e = a - counted + owed  (error feedback, arXiv 1901.09847, over both codings).
+
+    Dense averages (fp32, fp16, bf16, INT8, FP8), EF-signSGD and top-k with error feedback are this with their codec.
+    Local state: e, fp32 [numel], if there is error feedback; no common state. Without it e stays zero.
+    """
+
+    def __init__(self, numel: int, codec: ChunkCodec, error_feedback: bool) -> None:
+        self._numel = numel
+        self._phases = (Phase(numel, codec, needs_residual=error_feedback),)
+        self._feedback = error_feedback
+        self._state = CompressorState({}, {"error": numel} if error_feedback else {})
+
+    def phases(self, step: int) -> tuple[Phase, ...]:
+        """See Compressor."""
+        return self._phases
+
+    def begin(self, gradient: Tensor, step: int) -> SinglePhase:
+        """See Compressor. Raises ValueError for a gradient of another size or type."""
+        vector = checked_gradient(gradient, self._numel)
+        if self._feedback:
+            vector += self._state.local("error")
+        version = self._state.version
+
+        def settle(averaged: Averaged, result: Tensor) -> None:
+            local = {"error": averaged.residual(vector)} if self._feedback else {}
+            self._state.move(version, local=local)
+
+        return SinglePhase(vector, torch.clone, settle)
+
+    def replay(self, averages: Sequence[Tensor], step: int) -> Tensor:
+        """See Compressor."""
+        average = only_average(averages, self._phases)
+        if is_finite(average):
+            self._state.move(self._state.version)
+        return average.clone()
+
+    def common_state(self) -> Mapping[str, Tensor]:
+        """See Compressor."""
+        return self._state.snapshot()
+
+    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
+        """See Compressor."""
+        self._state.load(state)
+
+    def digest(self) -> str:
+        """See Compressor."""
+        return self._state.digest()

@@ -1,0 +1,84 @@
+"""Random coordinates that all members draw from a shared seed: values travel, indices do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.gradient.chunk import ChunkCodec
+from swarm.gradient.compressor import Averaged, Phase
+from swarm.gradient.select import kept, strata
+from swarm.gradient.state import CompressorState, SinglePhase, checked_gradient, is_finite, only_average
+
+
+class RandomKCompressor:
+    """a = g + e;  S(step) = k random coordinates;  g_hat[S] = butterfly(a[S]), zero elsewhere;  e = a, with
+    e[S] = a[S] - counted + owed  (random-k with memory, arXiv 1809.07599).
+
+    S has one coordinate out of each of k = max(1, round(ratio * numel)) even strata: each is as likely as any other,
+    and drawing takes O(k). Without error feedback g_hat[S] is multiplied by the size of its stratum (numel / k), which
+    makes it unbiased; with it what is left out is kept, and nothing is scaled.
+
+    Local state: e, fp32 [numel], if there is error feedback; no common state.
+    """
+
+    def __init__(
+        self, numel: int, codec: ChunkCodec, *, ratio: float, error_feedback: bool, seed: int
+    ) -> None:
+        self._numel = numel
+        self._count = kept(numel, ratio)
+        self._phases = (Phase(self._count, codec, needs_residual=error_feedback),)
+        self._feedback = error_feedback
+        self._seed = seed
+        self._state = CompressorState({}, {"error": numel} if error_feedback else {})
+
+    def phases(self, step: int) -> tuple[Phase, ...]:
+        """See Compressor."""
+        return self._phases
+
+    def begin(self, gradient: Tensor, step: int) -> SinglePhase:
+        """See Compressor. Raises ValueError for a gradient of another size or type."""
+        whole = checked_gradient(gradient, self._numel)
+        if self._feedback:
+            whole += self._state.local("error")
+        vector = whole[self._drawn(step)[0]]
+        version = self._state.version
+
+        def settle(averaged: Averaged, result: Tensor) -> None:
+            if not self._feedback:
+                self._state.move(version)
+                return
+            error = whole.index_copy(0, self._drawn(step)[0], averaged.residual(vector))
+            self._state.move(version, local={"error": error})
+
+        return SinglePhase(vector, lambda average: self._expanded(average, step), settle)
+
+    def replay(self, averages: Sequence[Tensor], step: int) -> Tensor:
+        """See Compressor."""
+        result = self._expanded(only_average(averages, self._phases), step)
+        if is_finite(result):
+            self._state.move(self._state.version)
+        return result
+
+    def common_state(self) -> Mapping[str, Tensor]:
+        """See Compressor."""
+        return self._state.snapshot()
+
+    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
+        """See Compressor."""
+        self._state.load(state)
+
+    def digest(self) -> str:
+        """See Compressor."""
+        return self._state.digest()
+
+    def _drawn(self, step: int) -> tuple[Tensor, Tensor]:
+        return strata(self._numel, self._count, "random-k", self._seed, step)
+
+    def _expanded(self, average: Tensor, step: int) -> Tensor:
+        indices, sizes = self._drawn(step)
+        result = torch.zeros(self._numel)
+        result[indices] = average if self._feedback else average * sizes.float()
+        return result
