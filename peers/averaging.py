@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -38,7 +39,8 @@ from peers.round_messages import (
 )
 from peers.update_log import UpdateLog
 from peers.updates import Update, alone_update, exchanged_update
-from swarm.gradient.values import ValueFormat
+from swarm.gradient.compressor import Compression
+from swarm.gradient.robust import RobustConfig
 from swarm.plan import seeded_order
 from swarm.sketch import SKETCH_TOLERANCE, sketch_distance, slice_span
 
@@ -106,6 +108,16 @@ class RoundsOwner(Protocol):
         """No ledger holds these keys of the plan."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Average:
+    """What this member would apply. compression: what moves the compressor's state on; None for a member alone."""
+
+    group: str
+    average: Tensor
+    update: Update
+    compression: Compression | None
+
+
 class Averaging:
     """Rounds of one stage peer. Lives in the communication loop."""
 
@@ -114,30 +126,34 @@ class Averaging:
         *,
         core: rounds.RoundCore,
         compute: StageCompute,
-        values: ValueFormat,
         engine: Engine,
         links: Links,
         questions: Questions,
         tasks: asyncio.TaskGroup,
         updates: UpdateLog,
         run_id: str,
+        robust: RobustConfig,
         owner: RoundsOwner,
         corrections: Corrections,
     ) -> None:
         self.core = core
         self.sketch = self.corrected_by = ""
         self._updates, self._run_id, self._corrections = updates, run_id, corrections
-        self._compute, self._values, self._engine = compute, values, engine
+        self._compute, self._engine, self._robust = compute, engine, robust
         self._links, self._questions, self._tasks, self._owner = links, questions, tasks, owner
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
-        self._average: tuple[str, Tensor, Update] | None = None
+        self._average: _Average | None = None
         self._drift = 0.0
         self._early: OrderedDict[str, list[tuple[str, Frame]]] = OrderedDict()
         self.seconds = 0.0
         self.outcomes: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         """not_finite: averages that every member refused. sketch: times this peer's weights had drifted."""
+        self.parts_refused: Counter[str] = Counter()
+        """Chunks of others' contributions that this peer, as reducer, left out, by reason."""
+        self.own_parts_refused = 0
+        self._blamed: set[str] = set()
         self._began = 0.0
 
     # -- frames ------------------------------------------------------------------------------------------
@@ -269,11 +285,13 @@ class Averaging:
                 group,
                 self.core.me,
                 numel,
-                self._values,
+                self._compute.compressor.phases(group.step),
                 self._engine,
                 self._links.get,
+                run_seed=self.core.run_seed,
+                robust=self._robust,
                 deadline_s=deadline_s,
-                slice_span=slice_span(group.step, numel, numel) if group.leader in group.members else None,
+                slice_span=self._slice_span(group.step) if group.leader in group.members else None,
             )
             for peer, frame in self._early.pop(group.id, []):
                 try:
@@ -284,6 +302,12 @@ class Averaging:
         self._exchange = exchange
         self._task = self._tasks.create_task(self._run_exchange(group, exchange))
 
+    def _slice_span(self, step: int) -> tuple[int, int]:
+        """The leader's weights that go along: their share is of what the round moves, as values of two bytes."""
+        numel = self._compute.trainable.numel
+        moved = sum(phase.codec.nbytes(phase.elements) for phase in self._compute.compressor.phases(step))
+        return slice_span(step, numel, min(numel, moved // 2))
+
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -293,6 +317,7 @@ class Averaging:
         me, lineage = self.core.me, self.core.lineage
         weight = group.weights[group.members.index(me)]
         contribution = await self._engine.submit(JobPriority.ROUND, self._compute.contribution, weight)
+        compression: Compression | None = None
         try:
             if exchange is None:
                 # Nothing to exchange: a group of one skips exchange and compressor.
@@ -303,37 +328,70 @@ class Averaging:
             else:
                 own: Tensor | None = None
                 if group.leader == me:
-                    span = slice_span(group.step, contribution.numel(), contribution.numel())
+                    span = self._slice_span(group.step)
                     own = await self._engine.submit(JobPriority.ROUND, self._compute.read_slice, *span)
-                average, digest = await exchange.run(contribution, own)
+                compressor = self._compute.compressor
+                compression = await self._engine.submit(
+                    JobPriority.ROUND, compressor.begin, contribution, group.step
+                )
+                average, digest = await exchange.run(compression, own)
                 update = exchanged_update(
                     exchange, run=self._run_id, stage=self.core.stage, lineage=lineage, digest=digest
                 )
         except (ExchangeError, FrameError) as error:
             logger.warning("round of step %d, attempt %d failed: %s", group.step, group.attempt, error)
+            self._note_refused(exchange)
             self._exchange = None
             suspects = error.suspects if isinstance(error, ExchangeError) else ()
             self.run(self.core.on_exchange_failed(group.id, error.reason, suspects, time.monotonic()))
             return
+        self._note_refused(exchange)
         self._exchange = None
-        self._average = (group.id, average, update)
+        self._average = _Average(group.id, average, update, compression)
         self.run(self.core.on_exchanged(group.id, digest, time.monotonic()))
+
+    def _note_refused(self, exchange: Exchange | None) -> None:
+        """Count contributions that did not count; say once whose."""
+        if exchange is None:
+            return
+        for (peer, reason), count in exchange.refused.items():
+            self.parts_refused[reason] += count
+            if peer not in self._blamed:
+                self._blamed.add(peer)
+                logger.warning(
+                    "contributions of %s are left out (%s; more of this is only counted)", short(peer), reason
+                )
+        if exchange.refused_own:
+            if not self.own_parts_refused:
+                logger.warning(
+                    "other members leave parts of this peer's contribution out: does it compute rightly? "
+                    "(more of this is only counted)"
+                )
+            self.own_parts_refused += exchange.refused_own
 
     async def _apply(self, commit: Commit) -> None:
         norm: float | None = None
         held, corrections = self._average, self._corrections
-        if held is None or held[0] != commit.group or not corrections.holds(held[2].corrector):
+        if held is None or held.group != commit.group or not corrections.holds(held.update.corrector):
             self._owner.on_out_of_step(commit)
             return
-        update = held[2]
+        update = held.update
         self.corrected_by = update.corrector if commit.weight else ""
         try:
             if commit.weight == 0:
                 await self._engine.submit(JobPriority.ROUND, self._compute.clear)
             else:
                 correct = corrections.of(update.corrector)
+                if held.compression is not None:
+                    await self._engine.submit(JobPriority.ROUND, held.compression.commit)
                 norm = await self._engine.submit(
-                    JobPriority.ROUND, take_step, self._compute, held[1], commit.step, update.slice, correct
+                    JobPriority.ROUND,
+                    take_step,
+                    self._compute,
+                    held.average,
+                    commit.step,
+                    update.slice,
+                    correct,
                 )
         except ValueError as error:
             # Every member holds the same bytes, so every member refuses them.

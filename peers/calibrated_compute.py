@@ -11,6 +11,8 @@ from torch import Tensor
 
 from peers.compute import Boundaries, Correct, Work, check_slice, check_state
 from swarm.activation.base import BoundaryCodec, Payload
+from swarm.gradient.build import build_averaging
+from swarm.manifest import RunManifest
 from swarm.model.trainable import TrainableSet
 from swarm.plan import MicrobatchKey
 from swarm.sketch import sketch
@@ -22,11 +24,16 @@ class CalibratedCompute:
     """Waits instead of computing; every payload has its real layout and constant content."""
 
     def __init__(
-        self, trainable: TrainableSet, boundaries: Boundaries, hidden_size: int, microseconds_per_token: float
+        self,
+        manifest: RunManifest,
+        trainable: TrainableSet,
+        boundaries: Boundaries,
+        microseconds_per_token: float,
     ) -> None:
         self.trainable = trainable
+        self.compressor = build_averaging(manifest.averaging, trainable, manifest.seed)
         self._boundaries = boundaries
-        self._hidden_size = hidden_size
+        self._hidden_size = manifest.model.hidden_size
         self._seconds_per_token = microseconds_per_token * 1e-6
         self._payloads: dict[tuple[str, tuple[int, int], int, tuple[str, ...]], Payload] = {}
         self._zeros = trainable.empty()

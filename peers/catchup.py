@@ -39,7 +39,6 @@ from peers.update_fetch import (
 )
 from peers.update_log import UpdateLog
 from peers.updates import Update, UpdateError, apply_update
-from swarm.gradient.values import encoded_bytes
 from swarm.manifest import RunManifest
 
 __all__ = ["CatchUp", "CatchUpError", "LineageError", "RestoreError", "UpdateMissing"]
@@ -94,7 +93,8 @@ class CatchUp:
         self._manifest, self._stage, self._compute, self._engine = manifest, stage, compute, engine
         self._p2p, self._files, self._store, self._snapshots = p2p, files, store, snapshots
         self._updates, self._traffic, self._metrics, self._note = updates, traffic, metrics, note
-        self._update_bytes = encoded_bytes(manifest.averaging.values, compute.trainable.numel)
+        phases = compute.compressor.phases(0)
+        self._update_bytes = sum(phase.codec.nbytes(phase.elements) for phase in phases)
         if traffic.download.limit_mbps is not None:
             self.pace.expect(self._update_bytes, traffic.download.limit_mbps)
         self._fetcher = UpdateFetcher(

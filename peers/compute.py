@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm.activation.base import BoundaryCodec, CodecKey, Payload
 from swarm.batch import Batch
+from swarm.gradient.compressor import Compressor
 from swarm.manifest import RunManifest
 from swarm.model.formats import compute_dtype
 from swarm.model.stage import build_stage, stage_tensor_names
@@ -47,6 +48,7 @@ class StageCompute(Protocol):
     """What the stage worker asks of the compute thread."""
 
     trainable: TrainableSet
+    compressor: Compressor
 
     def forward(self, work: Work, incoming: Payload | None) -> Payload:
         """Forward of a stage that is not the last; its graph is kept until `backward` or `drop`."""
@@ -76,7 +78,9 @@ class StageCompute(Protocol):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of all trained state (weights in fp32, moments), to be written while training goes on."""
+        """A copy of all trained state (weights in fp32, moments, the compressor's common state), to be written while
+        training goes on.
+        """
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave, here or at another replica; accumulator and graphs are emptied.
@@ -142,7 +146,7 @@ def build_compute(
         if not any(part in name for part in frozen)
     }
     trainable = TrainableSet.of(trained)
-    return CalibratedCompute(trainable, boundaries, manifest.model.hidden_size, microseconds_per_token)
+    return CalibratedCompute(manifest, trainable, boundaries, microseconds_per_token)
 
 
 def model_config(manifest: RunManifest) -> Any:

@@ -22,6 +22,7 @@ from peers.corrector_metrics import CorrectorMetrics
 from peers.frames import Kind
 from peers.link import Link
 from peers.traffic import Direction, Traffic
+from swarm.gradient.robust import Refusal
 
 State = Literal["joining", "syncing", "online", "draining", "offline"]
 Outcome = Literal["done", "replayed", "refused", "duplicate", "lost"]
@@ -183,6 +184,12 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self.contributions_refused = Counter(
+            "swarm_peer_contributions_refused",
+            "Chunks of members' contributions that this peer, as their reducer, left out of an average",
+            ["reason"],
+            registry=registry,
+        )
         self.prior_bytes = Counter(
             "swarm_peer_prior_bytes", "Bytes of priors that were fetched", registry=registry
         )
@@ -226,6 +233,8 @@ class Metrics:
             self._updates.labels(what)
         for result in PRIOR_RESULTS:
             self.priors.labels(result)
+        for refusal in get_args(Refusal):
+            self.contributions_refused.labels(refusal)
         self._rounds.labels("committed", "none")
         for reason in get_args(RoundReason):
             if reason != "none":

@@ -86,6 +86,8 @@ class StatusBoard:
             "frames_refused": sum(self._traffic.refused.values()),
             "rounds_failed": rounds_failed,
             "round_seconds": trainer.averaging.seconds if trainer else None,
+            "contributions_refused": dict(trainer.averaging.parts_refused) if trainer else {},
+            "contributions_refused_own": trainer.averaging.own_parts_refused if trainer else 0,
             "bytes": self._bytes(),
             "codec_bytes": dict(trainer.worker.codec_bytes) if trainer else {},
             "rss_bytes": self._process.memory_info().rss,
@@ -137,6 +139,8 @@ class StatusBoard:
         for reason, count in (trainer.averaging.core.failures + trainer.averaging.refusals).items():
             for _ in range(int(self._grown(f"failed/{reason}", count))):
                 metrics.round("failed", trainer.averaging.seconds, reason)
+        for reason, count in trainer.averaging.parts_refused.items():
+            metrics.contributions_refused.labels(reason).inc(self._grown(f"contribution/{reason}", count))
         refused = sum(n for name, n in trainer.worker.core.counters.items() if name.startswith("refused_"))
         metrics.microbatch("refused", int(self._grown("refused", refused)))
         if self._manifest is not None:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from peers.compute import Boundaries, Correct, Work, check_slice, check_state
 from swarm.activation.base import Payload
+from swarm.gradient.build import build_averaging
 from swarm.manifest import RunManifest
 from swarm.model.stage import StageModel
 from swarm.optim import StageOptimizer
 from swarm.plan import MicrobatchKey
 from swarm.sketch import sketch
 
-WEIGHT, OPTIMIZER = "weight.", "optimizer."
+WEIGHT, OPTIMIZER, COMPRESSOR = "weight.", "optimizer.", "compressor."
 """Prefixes of the names in a stage's state."""
 
 
@@ -33,6 +34,7 @@ class TorchCompute:
         self._manifest = manifest
         self._model = model
         self._boundaries = boundaries
+        self.compressor = build_averaging(manifest.averaging, self.trainable, manifest.seed)
         self._parameters = model.named_trainable()
         self._accumulator = self.trainable.empty(model.device)
         master = self.trainable.flatten({name: p.detach() for name, p in self._parameters.items()})
@@ -100,15 +102,22 @@ class TorchCompute:
         tensors = {WEIGHT + name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
         for name, tensor in self._optimizer.state_dict().items():
             tensors[OPTIMIZER + name] = tensor.detach().cpu().clone()
+        tensors |= {COMPRESSOR + name: tensor for name, tensor in self.compressor.common_state().items()}
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """See StageCompute. A state without moments is one before the first step."""
+        """See StageCompute. A state without moments, or the compressor's, is one before the first step."""
         shapes = zip(self.trainable.names, self.trainable.shapes, strict=True)
         layout = {WEIGHT + name: (shape, torch.float32) for name, shape in shapes}
         if any(name.startswith(OPTIMIZER) for name in tensors):
             layout |= {OPTIMIZER + name: spec for name, spec in self._optimizer.state_layout().items()}
-        check_state(tensors, layout)
+        common = {
+            name.removeprefix(COMPRESSOR): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(COMPRESSOR)
+        }
+        check_state({name: x for name, x in tensors.items() if not name.startswith(COMPRESSOR)}, layout)
+        self.compressor.load_common_state(common)
         master = self._optimizer.master
         moments = {
             name.removeprefix(OPTIMIZER): tensor

@@ -120,7 +120,7 @@ class Trainer:
         self.averaging = Averaging(
             core=core,
             compute=compute,
-            values=manifest.averaging.values,
+            robust=manifest.averaging.robust,
             engine=engine,
             links=links,
             questions=self._questions,

@@ -1,10 +1,10 @@
 """Updates: each committed step's coded average on disk, for peers that catch up.
 
-An update file holds what every member of the round decoded, byte for byte, so whoever applies the updates of
-all steps since a snapshot gets the members' weights bit for bit. Members of one round write identical files:
-a joiner may take half of one from each of two.
+An update file holds what every member of the round decoded, byte for byte, so whoever applies the updates of all
+steps since a snapshot gets the members' weights, and their compressor's common state, bit for bit. Members of one
+round write identical files: a joiner may take half of one from each of two.
 
-    magic | u32 head bytes | head (msgpack map) | chunks of the coded average | slice (fp32) | sha256 of all before
+    magic | u32 head bytes | head (msgpack map) | coded chunks, phase by phase | slice (fp32) | sha256 of all before
 
 The digest in the head is the one the round committed, and it is checked against the content; the lineages of
 consecutive updates form a chain that ends in the lineage of the stage's next COMMIT.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +31,11 @@ from peers.frames import FrameError, need, need_count, tensor_bytes
 from peers.limits import LIMITS
 from peers.round_fields import hash_of
 from peers.round_messages import HASH_LENGTH, MAX_STEP, MAX_WEIGHT, Group, next_lineage
-from swarm.gradient.values import ValueFormat, decode_values, encoded_bytes
+from swarm.gradient.chunk import FloatChunk
+from swarm.gradient.compressor import Phase
+from swarm.gradient.split import Split
 
-MAGIC = b"swarm-peer update 1\n"
+MAGIC = b"swarm-peer update 2\n"
 HEAD_BYTES = 64 * 1024
 MAX_ELEMENTS = 2**40
 _LENGTH = struct.Struct("<I")
@@ -42,7 +45,8 @@ _READ_BYTES = 4 * 1024 * 1024
 Way = Literal["exchanged", "alone", "none"]
 """How the average came about: by an exchange, by one member alone (raw fp32), or not at all (no weight)."""
 _WAYS: dict[str, Way] = {"exchanged": "exchanged", "alone": "alone", "none": "none"}
-_VALUES: dict[str, ValueFormat] = {"fp16": "fp16", "fp32": "fp32"}
+MAX_PHASES = 8
+_RAW = FloatChunk("fp32")
 
 
 class UpdateError(ValueError):
@@ -50,11 +54,45 @@ class UpdateError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """How the coded average of one phase lies in an update: `elements` in chunks of `chunk_elements`, of which the
+    last may have fewer, of `chunk_bytes` and `last_bytes`.
+    """
+
+    elements: int
+    chunk_elements: int
+    chunk_bytes: int
+    last_bytes: int
+
+    @classmethod
+    def of(cls, phase: Phase, split: Split) -> Part:
+        """Of a phase cut like this."""
+        last = phase.codec.nbytes(split.size(split.chunks - 1))
+        return cls(phase.elements, split.chunk_elements, phase.codec.nbytes(split.chunk_elements), last)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return -(-self.elements // self.chunk_elements)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all chunks."""
+        return (self.chunks - 1) * self.chunk_bytes + self.last_bytes
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each chunk."""
+        return [self.chunk_bytes] * (self.chunks - 1) + [self.last_bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """One committed step of one stage.
 
-    lineage: of the weights before it. digest: as committed. chunks: uint8, the coded average in order (none if
-    `way` is "none"). slice: offset and fp32 weights of the leader that are written before the average is applied.
+    lineage: of the weights before it. digest: as committed. elements: of the stage's weights. parts: of what lies in
+    `chunks` (uint8), phase by phase; of the raw average if `way` is "alone"; none if it is "none". slice: offset and
+    fp32 weights of the leader that are written before the average is applied.
     corrector: hash of the prior by which the average is corrected, or "".
     """
 
@@ -65,9 +103,8 @@ class Update:
     group: str
     digest: str
     way: Way
-    values: ValueFormat
     elements: int
-    chunk_elements: int
+    parts: tuple[Part, ...]
     total_weight: int
     chunks: tuple[Tensor, ...] = ()
     slice: tuple[int, Tensor] | None = None
@@ -105,11 +142,10 @@ def exchanged_update(exchange: Exchange, *, run: str, stage: int, lineage: str, 
         group=group.id,
         digest=digest,
         way="exchanged",
-        values=exchange.values,
         elements=exchange.elements,
-        chunk_elements=exchange.chunk_elements,
+        parts=tuple(Part.of(butterfly.phase, butterfly.split) for butterfly in exchange.butterflies),
         total_weight=sum(group.weights),
-        chunks=tuple(exchange.encoded),
+        chunks=tuple(chunk for coded in exchange.encoded for chunk in coded),
         slice=exchange.slice,
         corrector=group.corrector,
     )
@@ -121,8 +157,8 @@ def alone_update(group: Group, contribution: Tensor, *, run: str, stage: int, li
     contribution: fp32 [elements], which must not change any more: it is kept raw, not copied.
     """
     is_empty = sum(group.weights) == 0
-    size = LIMITS.averaging_chunk_elements
-    pieces = () if is_empty else torch.split(contribution.detach().contiguous(), size)
+    split = Split(contribution.numel(), 1, LIMITS.averaging_chunk_elements)
+    pieces = () if is_empty else torch.split(contribution.detach().contiguous(), split.chunk_elements)
     return Update(
         run=run,
         stage=stage,
@@ -131,30 +167,42 @@ def alone_update(group: Group, contribution: Tensor, *, run: str, stage: int, li
         group=group.id,
         digest=alone_digest(group.id, group.corrector),
         way="none" if is_empty else "alone",
-        values="fp32",
         elements=contribution.numel(),
-        chunk_elements=size,
+        parts=() if is_empty else (Part.of(Phase(contribution.numel(), _RAW), split),),
         total_weight=sum(group.weights),
         chunks=tuple(piece.view(torch.uint8) for piece in pieces),
         corrector=group.corrector,
     )
 
 
-def average_of(update: Update) -> Tensor | None:
-    """The average exactly as the members decoded it: fp32 [elements]; None if there was nothing to apply.
+def averages_of(update: Update, phases: Sequence[Phase]) -> list[Tensor]:
+    """What the members decoded, phase by phase: fp32 [elements] each. phases: of the step, by the stage's compressor;
+    ignored for the raw average of a member alone.
 
-    Raises UpdateError for bytes that the value format does not allow.
+    Raises UpdateError for other phases' sizes, or bytes that their codecs do not have.
     """
-    if update.way == "none":
-        return None
-    average = torch.empty(update.elements, dtype=torch.float32)
+    if update.way == "alone":
+        phases = [Phase(update.elements, _RAW)]
+    expected = [(phase.elements, phase.codec.nbytes) for phase in phases]
+    found = [
+        (part.elements, nbytes)
+        for part, (_, nbytes) in zip(update.parts, expected, strict=False)
+        if part.chunk_bytes == nbytes(part.chunk_elements)
+    ]
+    if found != expected or len(update.parts) != len(expected):
+        sizes = [(part.elements, part.chunk_elements, part.chunk_bytes) for part in update.parts]
+        raise UpdateError(f"the update of step {update.step} holds {sizes}, not what this stage averages")
+    averages, chunks = [], iter(update.chunks)
     try:
-        for number, chunk in enumerate(update.chunks):
-            part = average[number * update.chunk_elements : (number + 1) * update.chunk_elements]
-            part.copy_(decode_values(chunk, update.values, part.numel()))
+        for part, phase in zip(update.parts, phases, strict=True):
+            average = torch.empty(part.elements, dtype=torch.float32)
+            for number in range(part.chunks):
+                place = average[number * part.chunk_elements : (number + 1) * part.chunk_elements]
+                place.copy_(phase.codec.decode(next(chunks), place.numel()))
+            averages.append(average)
     except ValueError as error:
         raise UpdateError(f"the update of step {update.step}: {error}") from error
-    return average
+    return averages
 
 
 def apply_update(compute: StageCompute, update: Update, correct: Correct | None = None) -> float | None:
@@ -167,10 +215,15 @@ def apply_update(compute: StageCompute, update: Update, correct: Correct | None 
     """
     if update.elements != compute.trainable.numel:
         raise UpdateError(f"{update.elements} elements where this stage has {compute.trainable.numel}")
-    average = average_of(update)
-    if average is None:
+    if update.way == "none":
         compute.clear()
         return None
+    compressor = compute.compressor
+    averages = averages_of(update, compressor.phases(update.step))
+    try:
+        average = averages[0] if update.way == "alone" else compressor.replay(averages, update.step)
+    except ValueError as error:
+        raise UpdateError(f"the update of step {update.step}: {error}") from error
     try:
         return take_step(compute, average, update.step, update.slice, correct)
     except ValueError:
@@ -221,7 +274,7 @@ def read_update(path: Path) -> Update:
         raise UpdateError("its bytes do not match its hash: torn or changed")
     whole = torch.frombuffer(data, dtype=torch.uint8)
     chunks: list[Tensor] = []
-    for nbytes in _chunk_sizes(update):
+    for nbytes in [nbytes for part in update.parts for nbytes in part.sizes]:
         chunks.append(whole[place : place + nbytes])
         place += nbytes
     taken = update.slice
@@ -246,7 +299,9 @@ def check_update(path: Path) -> Update:
 
 
 def update_bytes(elements: int) -> int:
-    """Most bytes that an update of a stage of so many elements may have: raw fp32, slice and head included."""
+    """Most bytes that an update of a stage of so many elements may have: as raw fp32, slice and head included; no
+    compressor sends more.
+    """
     return 8 * elements + 2 * HEAD_BYTES
 
 
@@ -260,9 +315,10 @@ def _head(update: Update) -> dict[str, Any]:
         "group": update.group,
         "digest": update.digest,
         "way": update.way,
-        "values": update.values,
         "elements": update.elements,
-        "chunk_elements": update.chunk_elements,
+        "parts": [
+            [part.elements, part.chunk_elements, part.chunk_bytes, part.last_bytes] for part in update.parts
+        ],
         "total_weight": update.total_weight,
         "slice_offset": offset,
         "slice_elements": count,
@@ -290,10 +346,9 @@ def _read_head(file: BinaryIO) -> tuple[Update, int]:
     except (FrameError, ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
         raise UpdateError(f"its head cannot be read: {str(error)[:200]}") from error
     place = len(start) + length
-    chunks = 0 if update.way == "none" else -(-update.elements // update.chunk_elements)
     taken = update.slice[1].nbytes if update.slice is not None else 0
     # The sizes of all chunks are only listed once their number is known to be plausible.
-    if chunks > size or place + sum(_chunk_sizes(update)) + taken + _HASH_BYTES != size:
+    if place + sum(part.nbytes for part in update.parts) + taken + _HASH_BYTES != size:
         raise UpdateError(f"{size} bytes do not hold {update.elements} elements: truncated or changed")
     return update, place
 
@@ -302,6 +357,9 @@ def _parse_head(head: dict[str, Any]) -> Update:
     count = need_count(head, "slice_elements", MAX_ELEMENTS)
     elements = need_count(head, "elements", MAX_ELEMENTS)
     offset = need_count(head, "slice_offset", elements)
+    way, parts = _WAYS[need(head, "way", str)], _parse_parts(need(head, "parts", list))
+    if (way == "none") == bool(parts):
+        raise UpdateError(f"{len(parts)} parts of an update that came about as {way!r}")
     if offset + count > elements:
         raise UpdateError(f"a slice of {count} from {offset} on, of {elements} elements")
     return Update(
@@ -311,10 +369,9 @@ def _parse_head(head: dict[str, Any]) -> Update:
         lineage=need(head, "lineage", str)[:HASH_LENGTH],
         group=need(head, "group", str)[:HASH_LENGTH],
         digest=need(head, "digest", str)[:HASH_LENGTH],
-        way=_WAYS[need(head, "way", str)],
-        values=_VALUES[need(head, "values", str)],
+        way=way,
         elements=elements,
-        chunk_elements=max(1, need_count(head, "chunk_elements", MAX_ELEMENTS)),
+        parts=parts,
         total_weight=need_count(head, "total_weight", MAX_WEIGHT * LIMITS.links),
         # Memory for a slice is taken once the file's size has proved that it is there.
         slice=(offset, torch.empty(1, dtype=torch.float32).expand(count)) if count else None,
@@ -322,11 +379,18 @@ def _parse_head(head: dict[str, Any]) -> Update:
     )
 
 
-def _chunk_sizes(update: Update) -> list[int]:
-    if update.way == "none":
-        return []
-    size, elements = update.chunk_elements, update.elements
-    return [encoded_bytes(update.values, min(size, elements - first)) for first in range(0, elements, size)]
+def _parse_parts(listed: list[Any]) -> tuple[Part, ...]:
+    """Parts of a head. Every chunk has a byte at least, so a file's size bounds their number."""
+    if len(listed) > MAX_PHASES:
+        raise UpdateError(f"{len(listed)} parts")
+    parts = []
+    for each in listed:
+        if not isinstance(each, list) or len(each) != 4:
+            raise UpdateError("a part is no list of four sizes")
+        if not all(type(value) is int and 1 <= value <= MAX_ELEMENTS for value in each):
+            raise UpdateError(f"a part of {each}")
+        parts.append(Part(*each))
+    return tuple(parts)
 
 
 def _with_body(update: Update, chunks: tuple[Tensor, ...], taken: tuple[int, Tensor] | None) -> Update:

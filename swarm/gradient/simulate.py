@@ -8,21 +8,29 @@ import torch
 from torch import Tensor
 
 from swarm.gradient.compressor import Averaged, Compression, Compressor, Phase
-from swarm.gradient.split import Split, chunk_seed, weighted_mean
+from swarm.gradient.robust import RobustConfig, aggregate, screen
+from swarm.gradient.split import Split, chunk_seed
+
+DEFAULT_ROBUST = RobustConfig()
 
 
 def average_phase(
-    vectors: Sequence[Tensor], weights: Sequence[int], phase: Phase, *, seeds: tuple[int, int, int], most: int
+    vectors: Sequence[Tensor],
+    weights: Sequence[int],
+    phase: Phase,
+    *,
+    seeds: tuple[int, int, int],
+    most: int,
+    robust: RobustConfig = DEFAULT_ROBUST,
 ) -> list[Averaged]:
     """Average one phase's vectors (fp32 [elements] of each member); what each member gets.
 
-    seeds: run seed, step and number of the phase. most: elements of a chunk at most.
+    seeds: run seed, step and number of the phase. most: elements of a chunk at most. robust: which parts count.
     """
     split = Split(phase.elements, len(vectors), most)
     average = torch.empty(phase.elements)
     kept = phase.elements if phase.needs_residual else 0
     counted, owed = ([torch.zeros(kept) for _ in vectors] for _ in range(2))
-    total = sum(weights)
     for chunk in range(split.chunks):
         span, size, reducer = split.span(chunk), split.size(chunk), split.reducer(chunk)
         parts: dict[int, Tensor] = {}
@@ -35,11 +43,16 @@ def average_phase(
                 parts[member] = part
                 if phase.needs_residual:
                     counted[member][span] = part
-        mean = weighted_mean(parts, weights)
+        refused = screen(parts, weights, robust)
+        counting = [0 if member in refused else weight for member, weight in enumerate(weights)]
+        for member in refused:
+            if phase.needs_residual:
+                counted[member][span] = 0.0
+        mean = aggregate({i: part for i, part in parts.items() if i not in refused}, counting, robust)
         decoded = phase.codec.decode(phase.codec.encode(mean, chunk_seed(*seeds, chunk, -1)), size)
         average[span] = decoded
-        if phase.needs_residual and weights[reducer] > 0:
-            owed[reducer][span] = (mean - decoded) * (total / weights[reducer])
+        if phase.needs_residual and counting[reducer] > 0:
+            owed[reducer][span] = (mean - decoded) * (sum(counting) / counting[reducer])
     return [Averaged(average.clone(), counted[i], owed[i]) for i in range(len(vectors))]
 
 
@@ -52,6 +65,7 @@ def average_group(
     step: int,
     most: int,
     commit: bool = True,
+    robust: RobustConfig = DEFAULT_ROBUST,
 ) -> list[Tensor]:
     """A whole round of a group of at least two; returns every member's averaged gradient, fp32 [numel].
 
@@ -62,7 +76,9 @@ def average_group(
     ]
     for number, phase in enumerate(compressors[0].phases(step)):
         vectors = [each.vector() for each in rounds]
-        outcomes = average_phase(vectors, weights, phase, seeds=(run_seed, step, number), most=most)
+        outcomes = average_phase(
+            vectors, weights, phase, seeds=(run_seed, step, number), most=most, robust=robust
+        )
         for each, outcome in zip(rounds, outcomes, strict=True):
             each.take(outcome)
     results = [each.result() for each in rounds]

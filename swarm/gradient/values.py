@@ -13,6 +13,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from swarm.gradient.robust import RobustConfig
+
 ValueFormat = Literal["fp16", "fp32"]
 _SCALE_BYTES = 4
 _TARGET_EXPONENT = 14
@@ -26,6 +28,7 @@ class AveragingConfig(BaseModel):
 
     compressor: Literal["dense"] = Field(default="dense", description="what is averaged: dense gradients")
     values: ValueFormat = Field(default="fp16", description="number format on the wire")
+    robust: RobustConfig = Field(default=RobustConfig(), description="which members' parts count")
 
 
 def encoded_bytes(values: ValueFormat, elements: int) -> int:

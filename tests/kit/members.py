@@ -169,7 +169,7 @@ class Members:
                 group,
                 name,
                 self.numel,
-                self._manifest.averaging.values,
+                self.computes[name].compressor.phases(group.step),
                 self._engine,
                 lambda target, source=name: _Wire(exchanges, source, target),  # type: ignore[misc,arg-type,return-value]
                 slice_span=span,
@@ -178,7 +178,9 @@ class Members:
         async def member(name: str) -> Update:
             exchange, compute = exchanges[name], self.computes[name]
             own = compute.read_slice(*span) if name == group.leader else None
-            average, digest = await exchange.run(vectors[name], own)
+            compression = compute.compressor.begin(vectors[name], group.step)
+            average, digest = await exchange.run(compression, own)
+            compression.commit()
             await self._engine.submit(JobPriority.ROUND, _apply, compute, average, group.step, exchange.slice)
             return exchanged_update(
                 exchange, run=self._manifest.run_id, stage=STAGE, lineage=self.lineage, digest=digest

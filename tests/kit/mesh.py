@@ -15,6 +15,8 @@ from peers.engine import Engine
 from peers.exchange import Exchange
 from peers.frames import Frame, FrameError, Kind
 from peers.round_messages import Group
+from swarm.gradient.chunk import FloatChunk
+from swarm.gradient.dense import DenseCompressor
 from swarm.gradient.values import ValueFormat
 
 Tamper = Callable[[str, str, Kind, bytearray], None]
@@ -40,11 +42,12 @@ class Ready(Exchange):
     """An exchange that knows its contribution."""
 
     def __init__(self, group, name, contribution, values, engine, link_of):  # type: ignore[no-untyped-def]
-        super().__init__(group, name, contribution.numel(), values, engine, link_of)
+        self._dense = DenseCompressor(contribution.numel(), FloatChunk(values))
+        super().__init__(group, name, contribution.numel(), self._dense.phases(0), engine, link_of)
         self._own = contribution
 
     async def run(self, own_slice=None):  # type: ignore[no-untyped-def,override]
-        return await super().run(self._own, own_slice)
+        return await super().run(self._dense.begin(self._own, 0), own_slice)
 
 
 class Mesh:

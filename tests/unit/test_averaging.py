@@ -17,6 +17,9 @@ from peers.frames import Frame, FrameError, Kind
 from peers.questions import Questions
 from peers.round_messages import Arrival, Commit, Group, compact
 from swarm.anchor.config import NoCorrectorConfig
+from swarm.gradient.chunk import FloatChunk
+from swarm.gradient.dense import DenseCompressor
+from swarm.gradient.robust import RobustConfig
 from swarm.model.trainable import TrainableSet
 from swarm.plan import Plan, Slot
 
@@ -62,14 +65,16 @@ def averaging(tasks: asyncio.TaskGroup, owner: Owner, stage: int = 0) -> Averagi
     core.on_plan(PLAN.digest(), frozenset(KEYS), 0.0)
     return Averaging(
         core=core,
-        compute=SimpleNamespace(trainable=SimpleNamespace(numel=8)),
-        values="fp32",
+        compute=SimpleNamespace(
+            trainable=SimpleNamespace(numel=8), compressor=DenseCompressor(8, FloatChunk("fp32"))
+        ),
         engine=Engine(),
         links=SimpleNamespace(me=ME, get=lambda peer: None),  # type: ignore[arg-type]
         questions=Questions(),
         tasks=tasks,
         updates=None,  # type: ignore[arg-type]
         run_id="run",
+        robust=RobustConfig(),
         owner=owner,  # type: ignore[arg-type]
         corrections=Corrections(NoCorrectorConfig(), stage, TrainableSet.of({}), "cpu"),
     )

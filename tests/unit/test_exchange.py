@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import peers.butterfly
 import peers.exchange
 from peers.engine import Engine
-from peers.exchange import ExchangeError, Split
+from peers.exchange import ExchangeError
 from peers.frames import Frame, FrameError, Kind
 from peers.limits import LIMITS
+from swarm.gradient.split import Split
 from swarm.gradient.values import ValueFormat, decode_values, encode_values
 from tests.kit.mesh import Mesh, Wire, contributions
 
@@ -26,6 +28,7 @@ CHUNK = 16
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dataclasses.replace(LIMITS, averaging_chunk_elements=CHUNK, round_s=0.7)
     monkeypatch.setattr(peers.exchange, "LIMITS", limits)
+    monkeypatch.setattr(peers.butterfly, "LIMITS", limits)
 
 
 @pytest.fixture(scope="module")
@@ -179,14 +182,16 @@ def test_average_that_differs_for_one_member_shows_in_its_digest(engine: Engine)
 
 
 def frame(kind: Kind, chunk: object, data: bytes) -> Frame:
-    return Frame(kind, {"group": "g", "chunk": chunk}, (memoryview(bytearray(data)),))
+    return Frame(kind, {"group": "g", "phase": 0, "chunk": chunk}, (memoryview(bytearray(data)),))
 
 
 @pytest.mark.parametrize(
     ("sender", "bad"),
     [
-        ("peer-1", frame(Kind.PART, 0, bytes(4 * CHUNK + 1))),
-        ("peer-1", frame(Kind.PART, 0, b"")),
+        (
+            "peer-1",
+            Frame(Kind.PART, {"group": "g", "phase": 1, "chunk": 0}, (memoryview(bytearray(4 * CHUNK)),)),
+        ),
         ("peer-1", frame(Kind.PART, 3, bytes(4 * CHUNK))),  # the last chunk is shorter
         ("peer-1", frame(Kind.PART, 4, bytes(4 * CHUNK))),
         ("peer-1", frame(Kind.PART, -1, bytes(4 * CHUNK))),
@@ -237,18 +242,54 @@ def test_bad_chunk_that_came_before_the_exchange_began_fails_no_more_than_the_at
     run(scenario())
 
 
-@pytest.mark.parametrize("kind", [Kind.PART, Kind.AVERAGE])
-def test_chunk_with_an_impossible_scale_fails_no_more_than_the_attempt(engine: Engine, kind: Kind) -> None:
+def test_average_with_an_impossible_scale_fails_no_more_than_the_attempt(engine: Engine) -> None:
     """A hostile member of the group sends it: anything but ExchangeError would end the peer."""
 
     def tamper(source: str, target: str, sent: Kind, data: bytearray) -> None:
-        if sent is kind and source == "peer-1":
+        if sent is Kind.AVERAGE and source == "peer-1":
             data[:4] = b"\xff\xff\xff\x7f"
 
     async def scenario() -> None:
         results = await Mesh(engine, contributions(2, 4 * CHUNK), [1, 1], "fp16", tamper=tamper).run()
         victim = results["peer-0"]
         assert isinstance(victim, ExchangeError), repr(victim)
+        assert victim.suspects == ("peer-1",)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("attack", ["scale", "size", "not_finite", "norm"])
+def test_a_part_that_cannot_count_is_left_out_and_its_sender_is_told(engine: Engine, attack: str) -> None:
+    values: ValueFormat = "fp16" if attack == "scale" else "fp32"
+    reasons = {"scale": "codec", "size": "size", "not_finite": "not_finite", "norm": "norm"}
+
+    def tamper(source: str, target: str, sent: Kind, data: bytearray) -> None:
+        if sent is not Kind.PART or source != "peer-1":
+            return
+        if attack == "scale":
+            data[:4] = b"\xff\xff\xff\x7f"
+        elif attack == "size":
+            del data[-1:]
+        else:
+            numbers = torch.frombuffer(data, dtype=torch.float32)
+            numbers.mul_(1000.0 if attack == "norm" else float("nan"))
+
+    async def scenario() -> None:
+        vectors = contributions(4, 8 * CHUNK)
+        mesh = Mesh(engine, vectors, [1, 1, 2, 1], values, tamper=tamper)
+        results = await mesh.run()
+        assert len({digest for _, digest in results.values()}) == 1  # type: ignore[misc]
+        average = results["peer-0"][0]  # type: ignore[index]
+        without = (vectors[0] + 2 * vectors[2] + vectors[3]) / 4
+        exact = (vectors[0] + vectors[1] + 2 * vectors[2] + vectors[3]) / 5
+        own = slice(2 * CHUNK, 4 * CHUNK)  # what it reduces itself it takes its own part of
+        expected = without.clone()
+        expected[own] = exact[own]
+        torch.testing.assert_close(average, expected, rtol=1e-3, atol=1e-7)
+        for name in ("peer-0", "peer-2", "peer-3"):
+            assert mesh.exchanges[name].refused == {("peer-1", reasons[attack]): 2}
+        assert mesh.exchanges["peer-1"].refused == {} and mesh.exchanges["peer-1"].refused_own == 6
+        assert len(mesh.refused) == (6 if attack == "size" else 0)  # an offence besides
 
     run(scenario())
 
@@ -277,7 +318,7 @@ def test_part_that_comes_twice_counts_once(engine: Engine) -> None:
 def test_split_gives_every_element_to_one_reducer_in_even_contiguous_shares(
     members: int, elements: int
 ) -> None:
-    split = Split(elements, members)
+    split = Split(elements, members, CHUNK)
     covered = [
         index for chunk in range(split.chunks) for index in range(*split.span(chunk).indices(elements))
     ]

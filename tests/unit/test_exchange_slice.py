@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import peers.butterfly
 import peers.exchange
 from peers.engine import Engine
 from peers.exchange import Exchange, ExchangeError
 from peers.frames import Frame, FrameError, Kind
 from peers.limits import LIMITS
+from swarm.gradient.chunk import FloatChunk
+from swarm.gradient.dense import DenseCompressor
 from swarm.gradient.values import decode_values
 from tests.kit.mesh import Mesh, contributions
 
@@ -27,6 +30,7 @@ CHUNK = 16
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dataclasses.replace(LIMITS, averaging_chunk_elements=CHUNK, round_s=0.7)
     monkeypatch.setattr(peers.exchange, "LIMITS", limits)
+    monkeypatch.setattr(peers.butterfly, "LIMITS", limits)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def test_the_coded_average_is_kept_as_everybody_decoded_it(engine: Engine) -> No
     async def scenario() -> None:
         mesh = Mesh(engine, contributions(3, CHUNK * 5 + 3), [1, 2, 3], "fp16")
         results = await mesh.run()
-        kept = [exchange.encoded for exchange in mesh.exchanges.values()]
+        kept = [exchange.encoded[0] for exchange in mesh.exchanges.values()]
         assert all(torch.equal(a, b) for other in kept for a, b in zip(kept[0], other, strict=True))
         sizes = [len(chunk) // 2 - 2 for chunk in kept[0]]
         decoded = [decode_values(chunk, "fp16", size) for chunk, size in zip(kept[0], sizes, strict=True)]
@@ -64,12 +68,13 @@ class Slices(Mesh):
         super().__init__(engine, vectors, [1, 1, 0], "fp16", **more)
         self.weights = torch.arange(elements, dtype=torch.float32)
         self.own = self.weights[span[0] : span[0] + span[1]]
+        self.dense = DenseCompressor(elements, FloatChunk("fp16"))
         self.exchanges = {
             name: Exchange(
                 self.group,
                 name,
                 elements,
-                "fp16",
+                self.dense.phases(0),
                 engine,
                 self._link_of(name),
                 slice_span=span,
@@ -81,7 +86,7 @@ class Slices(Mesh):
 
     async def member(self, name: str) -> tuple[Tensor, str]:
         own = self.own if name == self.names[0] else None
-        return await self.exchanges[name].run(self.vectors[name], own)
+        return await self.exchanges[name].run(self.dense.begin(self.vectors[name], 0), own)
 
 
 @pytest.mark.parametrize("span", [(0, 5), (90, 10), (20, CHUNK), (7, 3 * CHUNK + 1)])

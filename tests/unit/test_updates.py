@@ -20,13 +20,15 @@ from peers.updates import (
     Update,
     UpdateError,
     apply_update,
-    average_of,
+    averages_of,
     check_update,
     read_update,
     update_bytes,
     update_name,
     write_update,
 )
+from swarm.gradient.chunk import FloatChunk
+from swarm.gradient.dense import DenseCompressor
 from swarm.manifest import Artifact
 from tests.kit.members import Members, running_engine, stage_compute, stage_run
 
@@ -71,8 +73,10 @@ def test_an_update_comes_back_equal(made: dict[str, Update], way: str, tmp_path:
     assert same(again, update)
     again.check_content()
     assert same(check_update(path), dataclasses.replace(update, chunks=(), slice=None)) or way == "none"
-    average, decoded = average_of(update), average_of(again)
-    assert (average is None and decoded is None) if way == "none" else torch.equal(average, decoded)  # type: ignore[arg-type]
+    if way != "none":
+        phases = DenseCompressor(update.elements, FloatChunk("fp16")).phases(update.step)
+        [average], [decoded] = averages_of(update, phases), averages_of(again, phases)
+        assert torch.equal(average, decoded)
     assert [entry.name for entry in path.parent.iterdir()] == ["update"]
     Artifact.of(path, update_name(update.step, update.stage))  # a name that the file server can serve
 
@@ -188,9 +192,8 @@ HEAD = {
     "group": "g",
     "digest": "d",
     "way": "exchanged",
-    "values": "fp16",
     "elements": 4,
-    "chunk_elements": 4,
+    "parts": [[4, 4, 12, 12]],
     "total_weight": 1,
     "slice_offset": 0,
     "slice_elements": 0,
@@ -207,6 +210,8 @@ HEAD = {
             st.none(),
             st.booleans(),
             st.binary(max_size=9),
+            st.lists(st.lists(st.integers(-1, 2**64 - 1), max_size=5), max_size=10),
+            st.lists(st.lists(st.integers(1, 9), min_size=4, max_size=4), max_size=4),
         ),
         min_size=1,
         max_size=4,
@@ -230,11 +235,14 @@ def test_a_head_that_lies_takes_no_memory_and_raises_nothing_else(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"elements": 2**40, "chunk_elements": 1},
-        {"elements": 2**40, "chunk_elements": 2**40},
-        {"elements": 2**40, "slice_elements": 2**40, "way": "none"},
+        {"parts": [[2**40, 1, 1, 1]]},
+        {"parts": [[2**40, 2**40, 2**40, 2**40]]},
+        {"parts": [[4, 4, 12, 12]] * 9},
+        {"elements": 2**40, "slice_elements": 2**40, "way": "none", "parts": []},
+        {"way": "none"},
+        {"parts": []},
         {"elements": 2**62},
-        {"way": "none", "slice_elements": 3},
+        {"way": "none", "parts": [], "slice_elements": 3},
     ],
 )
 def test_a_head_that_announces_terabytes_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
@@ -252,4 +260,12 @@ def test_a_format_with_an_impossible_scale_is_an_update_error(made: dict[str, Up
     bad = good.chunks[0].clone()
     bad[:4] = torch.tensor([255, 255, 255, 127], dtype=torch.uint8)
     with pytest.raises(UpdateError, match="exponent"):
-        average_of(dataclasses.replace(good, chunks=(bad, *good.chunks[1:])))
+        averages_of(
+            dataclasses.replace(good, chunks=(bad, *good.chunks[1:])),
+            DenseCompressor(good.elements, FloatChunk("fp16")).phases(0),
+        )
+    for other in (DenseCompressor(good.elements, FloatChunk("fp32")), DenseCompressor(3, FloatChunk("fp16"))):
+        with pytest.raises(UpdateError, match="not what this stage averages"):
+            averages_of(good, other.phases(0))
+    with pytest.raises(UpdateError, match="not what this stage averages"):
+        averages_of(good, ())
