@@ -332,7 +332,7 @@ class Averaging:
                     own = await self._engine.submit(JobPriority.ROUND, self._compute.read_slice, *span)
                 compressor = self._compute.compressor
                 compression = await self._engine.submit(
-                    JobPriority.ROUND, compressor.begin, contribution, group.step
+                    JobPriority.ROUND, compressor.begin, contribution, group.step, weight
                 )
                 average, digest = await exchange.run(compression, own)
                 update = exchanged_update(

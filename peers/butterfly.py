@@ -241,9 +241,7 @@ class Butterfly:
         await self._take(chunk, encoded, self._me in refused)
 
     def _mean(self, chunk: int, parts: dict[int, Tensor]) -> tuple[Tensor, dict[int, Refusal]]:
-        """The average of the parts that count, encoded, and whose do not. What coding loses is owed, if this member
-        has a weight to owe it by.
-        """
+        """The average of the parts that count, encoded, and whose do not."""
         codec, span, size = self.phase.codec, self.split.span(chunk), self.split.size(chunk)
         refused: dict[int, Refusal] = dict(self._useless.get(chunk, {}))
         decoded: dict[int, Tensor] = {}
@@ -261,9 +259,11 @@ class Butterfly:
         counted = {member: part for member, part in decoded.items() if member not in refused}
         mean = aggregate(counted, weights, self._robust)
         encoded = codec.encode(mean, self._seed(chunk, -1))
-        if self.phase.needs_residual and weights[self._me] > 0:
-            self._counted[span] = self._vector[span]
-            self._owed[span] = (mean - codec.decode(encoded, size)) * (sum(weights) / weights[self._me])
+        if self.phase.needs_residual:
+            if weights[self._me] > 0:
+                self._counted[span] = self._vector[span]
+            lost = mean - codec.decode(encoded, size)
+            self._owed[span] = lost * (sum(weights) / max(1, self._group.weights[self._me]))
         return encoded, refused
 
     async def _take(self, chunk: int, encoded: Tensor, is_refused: bool) -> None:

@@ -164,7 +164,10 @@ class E3M0Codec(BlockCodec):
 
     # |x| / s from which e is 1 to 7: s / 8 first, then halfway between powers of two, in the logarithm.
     _BOUNDS = torch.tensor([0.125, *(2.0 ** (e - 3.5) for e in range(2, 8))])
-    _VALUES = torch.tensor([0.0, *(2.0 ** (e - 3) for e in range(1, 8))])
+    # By code, and both halves of a byte. A negative zero is no code.
+    _HALVES = torch.tensor([0.0, *(2.0 ** (e - 3) for e in range(1, 8))])
+    _HALVES = torch.cat([_HALVES, torch.tensor([torch.nan]), -_HALVES[1:]])
+    _PAIRS = torch.stack([_HALVES.repeat(16), _HALVES.repeat_interleave(16)], dim=1)
 
     def scales(self, blocks: Tensor, counts: Tensor) -> Tensor:
         """See BlockCodec."""
@@ -183,14 +186,12 @@ class E3M0Codec(BlockCodec):
 
     def values(self, codes: Tensor, elements: int) -> Tensor:
         """See BlockCodec."""
-        halves = torch.stack([codes & 15, codes >> 4], dim=1).view(-1)
-        if bool((halves[elements:] != 0).any()):
+        values = self._PAIRS[codes.int()].view(-1)
+        if bool(values[elements:].any()):
             raise ValueError("the padding of an e3m0 chunk is not zero")
-        halves = halves[:elements]
-        if bool((halves == 8).any()):
+        if bool(values.isnan().any()):
             raise ValueError("an e3m0 code is a negative zero")
-        magnitudes = self._VALUES[(halves & 7).long()]
-        return torch.where(halves >= 8, -magnitudes, magnitudes)
+        return values[:elements]
 
 
 class SignCodec(BlockCodec):

@@ -7,6 +7,10 @@ compression left out stays with the member (error feedback), and is part of its 
 State is of two kinds. Common state (warm starts, masks) is a function of the averages of the committed rounds alone,
 so all members hold the same, and a joiner has it from a snapshot and the updates since. Local state (error feedback,
 local momentum) is a member's own and starts at zero. Neither changes until the round has committed.
+
+Local state is kept as sums over tokens, not as means: weight times what was left out. A member that had one token
+in a round and a thousand in the next then brings its old remainder in as often as it was left out, not a thousand
+times; and sum over rounds of (total weight x average) + local state of all = sum of all tokens' gradients.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ class Averaged:
     average: fp32 [elements], the same bits at all members.
     counted: fp32 [elements], what of this member's vector entered the means: decoded where it was sent, exact in the
     chunks that it reduced itself, zero if it had no weight.
-    owed: fp32 [elements], what the means lost when this member coded them, times total weight over its own: as part
-    of its next contribution it makes up for that. Zero in chunks that others reduced, or if it had no weight.
+    owed: fp32 [elements], what the means lost when this member coded them, times total weight over its own (over 1 if
+    it had none): as part of its next contribution it makes up for that. Zero in chunks that others reduced.
     """
 
     average: Tensor
@@ -78,8 +82,12 @@ class Compressor(Protocol):
     def phases(self, step: int) -> tuple[Phase, ...]:
         """What the round of a step averages."""
 
-    def begin(self, gradient: Tensor, step: int) -> Compression:
-        """Compress a contribution: fp32 [numel], per-token mean gradient of this member; it is not changed."""
+    def begin(self, gradient: Tensor, step: int, weight: int) -> Compression:
+        """Compress a contribution: fp32 [numel], per-token mean gradient of this member; it is not changed.
+
+        weight: that of the contribution in the means, its number of tokens. With 0 the gradient is not looked at, and
+        the vectors are zero. Raises ValueError for another size or type, or a negative weight.
+        """
 
     def replay(self, averages: Sequence[Tensor], step: int) -> Tensor:
         """Take a committed round from its phases' averages, as one who catches up: returns the averaged gradient, fp32

@@ -22,7 +22,7 @@ class DenseCompressor:
         """See Compressor."""
         return (self._phase,)
 
-    def begin(self, gradient: Tensor, step: int) -> DenseCompression:
+    def begin(self, gradient: Tensor, step: int, weight: int) -> DenseCompression:
         """See Compressor."""
         return DenseCompression(gradient)
 

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from swarm.gradient.compressor import Averaged, Phase
-from swarm.gradient.state import CompressorState, SinglePhase, checked_gradient, is_finite, only_average
+from swarm.gradient.state import (
+    CompressorState,
+    SinglePhase,
+    contribution,
+    is_finite,
+    left_over,
+    mean_of,
+    only_average,
+)
 from swarm.gradient.topk import TopKCodec
 
 _WARMUP_BASE = 4
@@ -25,9 +33,9 @@ def warmup_ratios(ratio: float) -> tuple[float, ...]:
 
 
 class DGCCompressor:
-    """g is clipped to the norm `local_clip`, if there is one; u = mu u + g;  v = v + u  (momentum correction);
-    g_hat = butterfly(v) with top-k;  u = 0 where sent (momentum factor masking);  v = v - counted + owed, which is zero
-    where it was sent but for rounding.
+    """g is clipped to the norm `local_clip`, if there is one; u = mu u + w g;  v = v + u  (momentum correction, in
+    sums over the w tokens of g);  g_hat = butterfly(v / w) with top-k;  u = 0 where sent (momentum factor masking);
+    v = w (v / w - counted + owed), which is zero where it was sent but for rounding.
 
     "Sent" is what entered the mean and was not lost when this member, as the reducer, chose k out of it: there the
     lost mean comes back in v, and u goes on. The average already holds the momentum: apply it by SGD without any.
@@ -53,15 +61,17 @@ class DGCCompressor:
             return self._choices[-1]
         return self._choices[step * (len(self._choices) - 1) // self._warmup_steps]
 
-    def begin(self, gradient: Tensor, step: int) -> SinglePhase:
-        """See Compressor. Raises ValueError for a gradient of another size or type."""
-        momentum = checked_gradient(gradient, self._numel)
+    def begin(self, gradient: Tensor, step: int, weight: int) -> SinglePhase:
+        """See Compressor."""
+        momentum = contribution(gradient, self._numel, weight)
         if self._clip is not None:
             norm = float(torch.linalg.vector_norm(momentum))
             if norm > self._clip:
                 momentum *= self._clip / norm
+        momentum *= weight
         momentum += self._state.local("momentum") * self._momentum
-        vector = self._state.local("accumulated") + momentum
+        total = self._state.local("accumulated") + momentum
+        vector = mean_of(total, weight)
         version = self._state.version
 
         def settle(averaged: Averaged, result: Tensor) -> None:
@@ -69,7 +79,7 @@ class DGCCompressor:
             is_sent = (averaged.counted != 0) & ((averaged.average != 0) | (averaged.owed == 0))
             local = {
                 "momentum": torch.where(is_sent, 0.0, momentum),
-                "accumulated": averaged.residual(vector),
+                "accumulated": left_over(total, vector, averaged, weight),
             }
             self._state.move(version, local=local)
 

@@ -9,11 +9,20 @@ from torch import Tensor
 
 from swarm.gradient.chunk import ChunkCodec
 from swarm.gradient.compressor import Averaged, Phase
-from swarm.gradient.state import CompressorState, SinglePhase, checked_gradient, is_finite, only_average
+from swarm.gradient.state import (
+    CompressorState,
+    SinglePhase,
+    contribution,
+    is_finite,
+    left_over,
+    mean_of,
+    only_average,
+)
 
 
 class PlainCompressor:
-    """a = g + e;  g_hat = butterfly(a);  e = a - counted + owed  (error feedback, arXiv 1901.09847, over both codings).
+    """a = g + e / w;  g_hat = butterfly(a);  e = w (a - counted + owed)  (error feedback, arXiv 1901.09847, over both
+    codings), with w tokens in g.
 
     Dense averages (fp32, fp16, bf16, INT8, FP8), EF-signSGD and top-k with error feedback are this with their codec.
     Local state: e, fp32 [numel], if there is error feedback; no common state. Without it e stays zero.
@@ -29,15 +38,16 @@ class PlainCompressor:
         """See Compressor."""
         return self._phases
 
-    def begin(self, gradient: Tensor, step: int) -> SinglePhase:
-        """See Compressor. Raises ValueError for a gradient of another size or type."""
-        vector = checked_gradient(gradient, self._numel)
+    def begin(self, gradient: Tensor, step: int, weight: int) -> SinglePhase:
+        """See Compressor."""
+        total = vector = contribution(gradient, self._numel, weight)
         if self._feedback:
-            vector += self._state.local("error")
+            total = vector.mul_(weight).add_(self._state.local("error"))
+            vector = mean_of(total, weight)
         version = self._state.version
 
         def settle(averaged: Averaged, result: Tensor) -> None:
-            local = {"error": averaged.residual(vector)} if self._feedback else {}
+            local = {"error": left_over(total, vector, averaged, weight)} if self._feedback else {}
             self._state.move(version, local=local)
 
         return SinglePhase(vector, torch.clone, settle)

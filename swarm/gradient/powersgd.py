@@ -13,7 +13,7 @@ from swarm.gradient.chunk import ChunkCodec
 from swarm.gradient.compressor import Averaged, Phase
 from swarm.gradient.portable import exact_product, filled_basis, orthonormal
 from swarm.gradient.select import uniform
-from swarm.gradient.state import CompressorState, check_sizes, checked_gradient, is_finite
+from swarm.gradient.state import CompressorState, check_sizes, contribution, is_finite, left_over, mean_of
 from swarm.model.trainable import TrainableSet
 
 
@@ -93,8 +93,8 @@ def rank_for_ratio(trainable: TrainableSet, ratio: float, min_compression: float
 
 
 class PowerSGDCompressor:
-    """Per matrix, with A = G + E:  P = A Q;  P_hat = orthonormal(average P);  Q' = A^T P_hat;  Q = average Q';
-    G_hat = P_hat Q^T;  E = A - G_hat;  the next step starts from Q (warm start).
+    """Per matrix, with A = G + E / w for w tokens in G:  P = A Q;  P_hat = orthonormal(average P);
+    Q' = A^T P_hat;  Q = average Q';  G_hat = P_hat Q^T;  E = w (A - G_hat);  the next step starts from Q (warm start).
 
     The first phase holds P of every matrix ([rows, r], row after row), then all tensors that are not compressed, as
     they are; the second holds Q' ([columns, r]). Q is orthonormalised before use, which leaves P_hat and G_hat what
@@ -103,7 +103,7 @@ class PowerSGDCompressor:
     as all are at the first step. A matrix without gradient gives zero.
 
     Common state: Q as decoded, fp32 [right_elements] ("q"). Local state: E, fp32 [numel], if there is error feedback;
-    for uncompressed tensors it holds what coding lost. A member without weight keeps its A as E.
+    for uncompressed tensors it holds what coding lost. A member without weight keeps its E.
     """
 
     def __init__(
@@ -123,12 +123,13 @@ class PowerSGDCompressor:
         """See Compressor."""
         return self._phases
 
-    def begin(self, gradient: Tensor, step: int) -> PowerSGDRound:
-        """See Compressor. Raises ValueError for a gradient of another size or type."""
-        whole = checked_gradient(gradient, self._numel)
+    def begin(self, gradient: Tensor, step: int, weight: int) -> PowerSGDRound:
+        """See Compressor."""
+        total = whole = contribution(gradient, self._numel, weight)
         if self._feedback:
-            whole += self._state.local("error")
-        return PowerSGDRound(self, whole, self.starts(step), self._state.version)
+            total = whole.mul_(weight).add_(self._state.local("error"))
+            whole = mean_of(total, weight)
+        return PowerSGDRound(self, total, whole, weight, self.starts(step), self._state.version)
 
     def replay(self, averages: Sequence[Tensor], step: int) -> Tensor:
         """See Compressor."""
@@ -215,9 +216,17 @@ class PowerSGDCompressor:
 class PowerSGDRound:
     """One round of PowerSGD at one member; see Compression."""
 
-    def __init__(self, owner: PowerSGDCompressor, whole: Tensor, starts: list[Tensor], version: int) -> None:
+    def __init__(
+        self,
+        owner: PowerSGDCompressor,
+        total: Tensor,
+        whole: Tensor,
+        weight: int,
+        starts: list[Tensor],
+        version: int,
+    ) -> None:
         self._owner = owner
-        self._whole = whole
+        self._total, self._whole, self._weight = total, whole, weight
         self._version = version
         self._taken: list[Averaged] = []
         self._bases: list[Tensor] | None = None
@@ -268,17 +277,14 @@ class PowerSGDRound:
 
     def _error(self, result: Tensor) -> Tensor:
         """E of every tensor, fp32 [numel]."""
-        first = self._taken[0]
-        # Nothing of a member without weight entered the averages: its A stays with it.
-        if not bool(first.counted.any()):
-            return self._whole
-        layout = self._owner.layout
-        error = self._whole - result
-        position = layout.left_elements
-        for span in layout.rest:
-            end = position + span.stop - span.start
-            error[span] = self._whole[span] - first.counted[position:end] + first.owed[position:end]
-            position = end
+        # Of a member without weight nothing entered the averages; it may owe something all the same.
+        error = self._total.clone() if self._weight == 0 else (self._whole - result).mul_(self._weight)
+        first, position = self._taken[0], self._owner.layout.left_elements
+        for span in self._owner.layout.rest:
+            part = slice(position, position + span.stop - span.start)
+            averaged = Averaged(first.average[part], first.counted[part], first.owed[part])
+            error[span] = left_over(self._total[span], self._whole[span], averaged, self._weight)
+            position = part.stop
         return error
 
     def _matrix(self, matrix: Matrix) -> Tensor:

@@ -10,12 +10,20 @@ from torch import Tensor
 from swarm.gradient.chunk import ChunkCodec
 from swarm.gradient.compressor import Averaged, Phase
 from swarm.gradient.select import kept, strata
-from swarm.gradient.state import CompressorState, SinglePhase, checked_gradient, is_finite, only_average
+from swarm.gradient.state import (
+    CompressorState,
+    SinglePhase,
+    contribution,
+    is_finite,
+    left_over,
+    mean_of,
+    only_average,
+)
 
 
 class RandomKCompressor:
-    """a = g + e;  S(step) = k random coordinates;  g_hat[S] = butterfly(a[S]), zero elsewhere;  e = a, with
-    e[S] = a[S] - counted + owed  (random-k with memory, arXiv 1809.07599).
+    """a = g + e / w;  S(step) = k random coordinates;  g_hat[S] = butterfly(a[S]), zero elsewhere;  e = w a, with
+    e[S] = w (a[S] - counted + owed)  (random-k with memory, arXiv 1809.07599), with w tokens in g.
 
     S has one coordinate out of each of k = max(1, round(ratio * numel)) even strata: each is as likely as any other,
     and drawing takes O(k). Without error feedback g_hat[S] is multiplied by the size of its stratum (numel / k), which
@@ -38,19 +46,21 @@ class RandomKCompressor:
         """See Compressor."""
         return self._phases
 
-    def begin(self, gradient: Tensor, step: int) -> SinglePhase:
-        """See Compressor. Raises ValueError for a gradient of another size or type."""
-        whole = checked_gradient(gradient, self._numel)
+    def begin(self, gradient: Tensor, step: int, weight: int) -> SinglePhase:
+        """See Compressor."""
+        whole = contribution(gradient, self._numel, weight)
         if self._feedback:
-            whole += self._state.local("error")
-        vector = whole[self._drawn(step)[0]]
+            whole.mul_(weight).add_(self._state.local("error"))
+        total = whole[self._drawn(step)[0]]
+        vector = mean_of(total, weight) if self._feedback else total
         version = self._state.version
 
         def settle(averaged: Averaged, result: Tensor) -> None:
             if not self._feedback:
                 self._state.move(version)
                 return
-            error = whole.index_copy(0, self._drawn(step)[0], averaged.residual(vector))
+            left = left_over(total, vector, averaged, weight)
+            error = whole.index_copy(0, self._drawn(step)[0], left)
             self._state.move(version, local={"error": error})
 
         return SinglePhase(vector, lambda average: self._expanded(average, step), settle)

@@ -15,14 +15,23 @@ from torch import Tensor
 from swarm.gradient.chunk import ChunkCodec
 from swarm.gradient.compressor import Averaged, Phase
 from swarm.gradient.select import kept, largest, strata
-from swarm.gradient.state import CompressorState, SinglePhase, checked_gradient, is_finite, only_average
+from swarm.gradient.state import (
+    CompressorState,
+    SinglePhase,
+    contribution,
+    is_finite,
+    left_over,
+    mean_of,
+    only_average,
+)
 
 _SMALLEST = 1e-30
 """Moments below it become zero, before they reach fp32's subnormals, which some machines flush."""
 
 
 class ScapeCompressor:
-    """a = g + e;  g_hat[S_t] = butterfly(a[S_t]), zero elsewhere;  e = a, with e[S_t] = a[S_t] - counted + owed;
+    """a = g + e / w;  g_hat[S_t] = butterfly(a[S_t]), zero elsewhere;  e = w a, with
+    e[S_t] = w (a[S_t] - counted + owed), with w tokens in g;
     m_t = beta m_{t-1} + (1 - beta) g_hat;  S_{t+1} = coordinates of largest |m_t| (ties to the lowest index).
 
     The paper's text at hand leaves open what becomes of the rest; our choices. The first `dense_steps` steps average
@@ -62,20 +71,21 @@ class ScapeCompressor:
         """See Compressor."""
         return self._dense if step < self._dense_steps else self._sparse
 
-    def begin(self, gradient: Tensor, step: int) -> SinglePhase:
-        """See Compressor. Raises ValueError for a gradient of another size or type."""
-        whole = checked_gradient(gradient, self._numel)
+    def begin(self, gradient: Tensor, step: int, weight: int) -> SinglePhase:
+        """See Compressor."""
+        whole = contribution(gradient, self._numel, weight)
         if self._feedback:
-            whole += self._state.local("error")
+            whole.mul_(weight).add_(self._state.local("error"))
         support = self.support(step)
-        vector = whole if support is None else whole[support]
+        total = whole if support is None else whole[support]
+        vector = mean_of(total, weight) if self._feedback else total
         version = self._state.version
 
         def settle(averaged: Averaged, result: Tensor) -> None:
             local = {}
             if self._feedback:
-                residual = averaged.residual(vector)
-                local["error"] = residual if support is None else whole.index_copy(0, support, residual)
+                left = left_over(total, vector, averaged, weight)
+                local["error"] = left if support is None else whole.index_copy(0, support, left)
             self._state.move(version, {"moment": self._moved(result)}, local)
 
         return SinglePhase(vector, lambda average: self._expanded(average, support), settle)

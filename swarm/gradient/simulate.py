@@ -34,16 +34,22 @@ def average_phase(
     for chunk in range(split.chunks):
         span, size, reducer = split.span(chunk), split.size(chunk), split.reducer(chunk)
         parts: dict[int, Tensor] = {}
+        useless: set[int] = set()
         for member, weight in enumerate(weights):
             if weight > 0:
                 part = vectors[member][span]
                 if member != reducer:
                     seed = chunk_seed(*seeds, chunk, member)
-                    part = phase.codec.decode(phase.codec.encode(part, seed), size)
+                    try:
+                        part = phase.codec.decode(phase.codec.encode(part, seed), size)
+                    except ValueError:
+                        # As in an exchange: what cannot be decoded does not count.
+                        useless.add(member)
+                        continue
                 parts[member] = part
                 if phase.needs_residual:
                     counted[member][span] = part
-        refused = screen(parts, weights, robust)
+        refused = useless | set(screen(parts, weights, robust))
         counting = [0 if member in refused else weight for member, weight in enumerate(weights)]
         for member in refused:
             if phase.needs_residual:
@@ -51,8 +57,8 @@ def average_phase(
         mean = aggregate({i: part for i, part in parts.items() if i not in refused}, counting, robust)
         decoded = phase.codec.decode(phase.codec.encode(mean, chunk_seed(*seeds, chunk, -1)), size)
         average[span] = decoded
-        if phase.needs_residual and counting[reducer] > 0:
-            owed[reducer][span] = (mean - decoded) * (sum(counting) / counting[reducer])
+        if phase.needs_residual:
+            owed[reducer][span] = (mean - decoded) * (sum(counting) / max(1, weights[reducer]))
     return [Averaged(average.clone(), counted[i], owed[i]) for i in range(len(vectors))]
 
 
@@ -72,7 +78,8 @@ def average_group(
     commit: whether it commits; otherwise all state stays what it was. Raises ValueError as the compressors do.
     """
     rounds: list[Compression] = [
-        compressor.begin(gradient, step) for compressor, gradient in zip(compressors, gradients, strict=True)
+        compressor.begin(gradient, step, weight)
+        for compressor, gradient, weight in zip(compressors, gradients, weights, strict=True)
     ]
     for number, phase in enumerate(compressors[0].phases(step)):
         vectors = [each.vector() for each in rounds]

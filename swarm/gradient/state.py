@@ -125,16 +125,35 @@ class SinglePhase:
 
 def is_finite(values: Tensor) -> bool:
     """Whether all values are."""
-    return bool(torch.isfinite(values).all())
+    # What is not finite makes the sum so; the sum of large values may be so too.
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
-def checked_gradient(gradient: Tensor, numel: int) -> Tensor:
-    """A copy of a gradient on the CPU. Raises ValueError unless it is fp32 [numel]."""
+def contribution(gradient: Tensor, numel: int, weight: int) -> Tensor:
+    """A mean gradient in new memory on the CPU, fp32 [numel]; zero, whatever it is, for weight 0.
+
+    Raises ValueError unless the gradient is fp32 [numel] and the weight is not negative.
+    """
+    if weight < 0:
+        raise ValueError(f"a weight is not negative: {weight}")
     if gradient.dtype != torch.float32 or tuple(gradient.shape) != (numel,):
         raise ValueError(
             f"a gradient must be float32 [{numel}], got {gradient.dtype} {tuple(gradient.shape)}"
         )
+    if weight == 0:
+        return torch.zeros(numel)
     return gradient.detach().to("cpu", copy=True)
+
+
+def mean_of(total: Tensor, weight: int) -> Tensor:
+    """What a token sum contributes to a mean with this weight: new memory; zero for weight 0."""
+    return total / weight if weight else torch.zeros_like(total)
+
+
+def left_over(total: Tensor, vector: Tensor, averaged: Averaged, weight: int) -> Tensor:
+    """What of a token sum (fp32 [elements]) is left after `vector` = mean_of(total, weight) was contributed."""
+    residual = averaged.residual(vector)
+    return residual.mul_(weight) if weight else residual.add_(total)
 
 
 def check_sizes(averages: Sequence[Tensor], sizes: Sequence[int]) -> None:

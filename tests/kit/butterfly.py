@@ -38,8 +38,7 @@ def butterfly(vectors: Sequence[Array], weights: Sequence[int], code: Code, most
                 counted[member, span] = part if member == reducer else code(part)
         mean = sum(weights[i] * counted[i, span] for i in range(members)) / total
         average[span] = code(mean)
-        if weights[reducer]:
-            owed[reducer, span] = (mean - average[span]) * total / weights[reducer]
+        owed[reducer, span] = (mean - average[span]) * total / max(1, weights[reducer])
     return Exchanged(average, counted, owed)
 
 

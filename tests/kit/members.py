@@ -178,7 +178,8 @@ class Members:
         async def member(name: str) -> Update:
             exchange, compute = exchanges[name], self.computes[name]
             own = compute.read_slice(*span) if name == group.leader else None
-            compression = compute.compressor.begin(vectors[name], group.step)
+            weight = group.weights[group.members.index(name)]
+            compression = compute.compressor.begin(vectors[name], group.step, weight)
             average, digest = await exchange.run(compression, own)
             compression.commit()
             await self._engine.submit(JobPriority.ROUND, _apply, compute, average, group.step, exchange.slice)

@@ -47,7 +47,7 @@ class Ready(Exchange):
         self._own = contribution
 
     async def run(self, own_slice=None):  # type: ignore[no-untyped-def,override]
-        return await super().run(self._dense.begin(self._own, 0), own_slice)
+        return await super().run(self._dense.begin(self._own, 0, 1), own_slice)
 
 
 class Mesh:

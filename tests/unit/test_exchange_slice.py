@@ -86,7 +86,7 @@ class Slices(Mesh):
 
     async def member(self, name: str) -> tuple[Tensor, str]:
         own = self.own if name == self.names[0] else None
-        return await self.exchanges[name].run(self.dense.begin(self.vectors[name], 0), own)
+        return await self.exchanges[name].run(self.dense.begin(self.vectors[name], 0, 1), own)
 
 
 @pytest.mark.parametrize("span", [(0, 5), (90, 10), (20, CHUNK), (7, 3 * CHUNK + 1)])

@@ -68,7 +68,9 @@ def test_rounds_follow_the_equations(seed: int, feedback: bool) -> None:
     errors = np.zeros((3, NUMEL))
     for step, weights in enumerate(WEIGHTS):
         gradients = [normal(NUMEL, seed=seed + 10 * step + i) * (w > 0) for i, w in enumerate(weights)]
-        a = errors + np.stack([g.double().numpy() for g in gradients])
+        w = np.array(weights)[:, None]
+        sums = errors + w * np.stack([g.double().numpy() for g in gradients])
+        a = sums / np.maximum(w, 1)
         expected = np.average(a, axis=0, weights=weights)
         for name, matrix in matrices(expected).items():
             hat = np.linalg.qr(matrix @ q[name])[0]
@@ -81,11 +83,10 @@ def test_rounds_follow_the_equations(seed: int, feedback: bool) -> None:
             compressed = np.zeros(NUMEL, dtype=bool)
             for name in COMPRESSED:
                 LAYOUT.views(torch.from_numpy(compressed))[name].fill_(True)
-            left = a - np.where(compressed, expected, a)
-            errors = np.where(np.array(weights)[:, None] > 0, left, a)
+            errors = sums - w * np.where(compressed, expected, a)
             for member, error in zip(members, errors, strict=True):
                 found = member._state.local("error").double().numpy()
-                np.testing.assert_allclose(found, error, atol=1e-3)
+                np.testing.assert_allclose(found, error, atol=5e-3)
 
 
 @pytest.mark.parametrize("values", ["fp16", "fp32"])
