@@ -225,7 +225,11 @@ class Butterfly:
             span = self.split.span(chunk)
             coded.append(codec.encode(self._vector[span], self._seed(chunk, self._me)))
             if self.phase.needs_residual:
-                self._counted[span] = codec.decode(coded[-1], self.split.size(chunk))
+                try:
+                    self._counted[span] = codec.decode(coded[-1], self.split.size(chunk))
+                except ValueError:
+                    # The reducer finds the same, and leaves it out.
+                    self._counted[span] = 0.0
         return coded
 
     async def _reduce(self, chunk: int) -> None:
@@ -245,12 +249,16 @@ class Butterfly:
         codec, span, size = self.phase.codec, self.split.span(chunk), self.split.size(chunk)
         refused: dict[int, Refusal] = dict(self._useless.get(chunk, {}))
         decoded: dict[int, Tensor] = {}
+        contributes = self._me in self._contributors
+        if contributes and self.phase.needs_residual:
+            # Coded like the others' (see Averaged).
+            parts = {**parts, self._me: codec.encode(self._vector[span], self._seed(chunk, self._me))}
         for member, data in parts.items():
             try:
                 decoded[member] = codec.decode(data, size)
             except ValueError:
                 refused[member] = "codec"
-        if self._me in self._contributors:
+        if contributes and not self.phase.needs_residual:
             decoded[self._me] = self._vector[span]
         if not decoded:
             raise ExchangeError("schema", f"no part of chunk {chunk} can be decoded")
@@ -261,7 +269,7 @@ class Butterfly:
         encoded = codec.encode(mean, self._seed(chunk, -1))
         if self.phase.needs_residual:
             if weights[self._me] > 0:
-                self._counted[span] = self._vector[span]
+                self._counted[span] = decoded[self._me]
             lost = mean - codec.decode(encoded, size)
             self._owed[span] = lost * (sum(weights) / max(1, self._group.weights[self._me]))
         return encoded, refused

@@ -28,8 +28,8 @@ from swarm.gradient.chunk import ChunkCodec
 class Phase:
     """One vector of fp32 [elements] that is averaged, and what codes its chunks.
 
-    needs_residual: whether `Averaged.counted` and `owed` are wanted; without them nothing is decoded twice, and they
-    are empty.
+    needs_residual: whether `Averaged.counted` and `owed` are wanted; without them nothing is decoded twice, they are
+    empty, and a reducer's own part is exact.
     """
 
     elements: int
@@ -42,8 +42,9 @@ class Averaged:
     """What the exchange made of one phase, at one member.
 
     average: fp32 [elements], the same bits at all members.
-    counted: fp32 [elements], what of this member's vector entered the means: decoded where it was sent, exact in the
-    chunks that it reduced itself, zero if it had no weight.
+    counted: fp32 [elements], what of this member's vector entered the means, as coded; zero in chunks whose reducer
+    left it out, and everywhere if it had no weight. In the chunks that it reduces itself its part is coded too: left
+    exact, it would have many times the norm of the others' few entries, stand out like a hostile one, and never count.
     owed: fp32 [elements], what the means lost when this member coded them, times total weight over its own (over 1 if
     it had none): as part of its next contribution it makes up for that. Zero in chunks that others reduced.
     """

@@ -37,8 +37,8 @@ class DGCCompressor:
     sums over the w tokens of g);  g_hat = butterfly(v / w) with top-k;  u = 0 where sent (momentum factor masking);
     v = w (v / w - counted + owed), which is zero where it was sent but for rounding.
 
-    "Sent" is what entered the mean and was not lost when this member, as the reducer, chose k out of it: there the
-    lost mean comes back in v, and u goes on. The average already holds the momentum: apply it by SGD without any.
+    What was sent but not chosen again out of the mean comes back in the reducer's v. The average already holds the
+    momentum: apply it by SGD without any.
 
     Local state: u and v, fp32 [numel] each; no common state. warmup_steps: steps over which the share that is sent
     falls to `ratio`, spread evenly over `warmup_ratios`. Raises ValueError for a ratio outside (0, 1].
@@ -75,10 +75,8 @@ class DGCCompressor:
         version = self._state.version
 
         def settle(averaged: Averaged, result: Tensor) -> None:
-            # owed is zero in chunks that others reduced; in own ones, where the mean was not chosen, it is the mean.
-            is_sent = (averaged.counted != 0) & ((averaged.average != 0) | (averaged.owed == 0))
             local = {
-                "momentum": torch.where(is_sent, 0.0, momentum),
+                "momentum": torch.where(averaged.counted != 0, 0.0, momentum),
                 "accumulated": left_over(total, vector, averaged, weight),
             }
             self._state.move(version, local=local)

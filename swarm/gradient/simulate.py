@@ -38,7 +38,7 @@ def average_phase(
         for member, weight in enumerate(weights):
             if weight > 0:
                 part = vectors[member][span]
-                if member != reducer:
+                if member != reducer or phase.needs_residual:
                     seed = chunk_seed(*seeds, chunk, member)
                     try:
                         part = phase.codec.decode(phase.codec.encode(part, seed), size)

@@ -23,7 +23,7 @@ class Exchanged:
 
 
 def butterfly(vectors: Sequence[Array], weights: Sequence[int], code: Code, most: int) -> Exchanged:
-    """Every chunk has one reducer, whose own part is exact; all other parts, and the mean, are coded."""
+    """Every chunk has one reducer. All parts, its own too, and their mean are coded."""
     members, count = len(vectors), len(vectors[0])
     size = max(1, min(most, math.ceil(count / members)))
     chunks = math.ceil(count / size)
@@ -34,8 +34,7 @@ def butterfly(vectors: Sequence[Array], weights: Sequence[int], code: Code, most
         reducer = chunk * members // chunks
         for member in range(members):
             if weights[member]:
-                part = vectors[member][span]
-                counted[member, span] = part if member == reducer else code(part)
+                counted[member, span] = code(vectors[member][span])
         mean = sum(weights[i] * counted[i, span] for i in range(members)) / total
         average[span] = code(mean)
         owed[reducer, span] = (mean - average[span]) * total / max(1, weights[reducer])
