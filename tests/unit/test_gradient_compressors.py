@@ -335,23 +335,22 @@ def test_member_without_weight_keeps_what_it_held_but_for_what_it_owes(name: str
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"name": "topk", "ratio": 0.01}, {"name": "dgc", "ratio": 0.005}, {"name": "e3m0"}, {"name": "sign"}],
+    "fields", [{"name": "topk", "ratio": 0.0025}, {"name": "dgc", "ratio": 0.001}, {"name": "e3m0"}]
 )
 def test_reducers_do_not_leave_out_their_own_parts(fields: dict[str, Any]) -> None:
-    layout = TrainableSet.of({"a": torch.zeros(100, 60)})
+    layout = TrainableSet.of({"a": torch.zeros(200, 200)})
     members = [build_compressor(compressor_config(**fields), layout, SEED) for _ in range(4)]
     generator = torch.Generator().manual_seed(1)
-    scale = torch.exp(1.5 * torch.randn(6000, generator=generator)) if fields["name"] == "e3m0" else 1.0
-    for step in range(25):
-        rounds = [m.begin(torch.randn(6000, generator=generator) * scale, step, 5) for m in members]
+    is_heavy = fields["name"] == "e3m0"
+    scale = torch.exp(1.5 * torch.randn(40_000, generator=generator)) if is_heavy else 1.0
+    for step in range(40):
+        rounds = [m.begin(torch.randn(40_000, generator=generator) * scale, step, 5) for m in members]
         (phase,) = members[0].phases(step)
-        outcomes = average_phase(
-            [r.vector() for r in rounds], [5] * 4, phase, seeds=(SEED, step, 0), most=1000
-        )
+        vectors = [each.vector() for each in rounds]
+        outcomes = average_phase(vectors, [5] * 4, phase, seeds=(SEED, step, 0), most=10_000)
         for each, outcome in zip(rounds, outcomes, strict=True):
-            # Chunks of 1000 elements: something of each counts in all.
-            assert bool(outcome.counted.view(6, 1000).any(dim=1).all()), step
+            # Something of every member counts in every chunk.
+            assert bool(outcome.counted.view(4, 10_000).any(dim=1).all()), step
             each.take(outcome)
             each.commit()
 
