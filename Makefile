@@ -10,7 +10,7 @@ PYTEST_FLAGS ?=
 
 DEMO_FLAGS ?= --model smollm2-135m --data stdlib --stages 4 --replicas 2 --steps 24 \
 	--samples-per-step 8 --rows-per-microbatch 2 --sequence-length 128 --freeze embedding head \
-	--codec basis --mask-ratio 90 --calibration-microbatches 64 --averaging-values fp16 \
+	--codec basis --mask-ratio 90 --calibration-microbatches 64 --averaging fp16 \
 	--learning-rate 2e-4 --warmup-steps 2 --snapshot-every 24 --eval-samples 96 --compare-dense \
 	--prompt "def read_file(path):"
 

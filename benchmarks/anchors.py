@@ -81,7 +81,7 @@ def make(host: Host, folder: Path, arguments: argparse.Namespace) -> tuple[Path,
         sequence_length=SEQUENCE,
         codec="basis",
         mask_ratio=arguments.mask_ratio,
-        averaging_values="fp16",
+        averaging="fp16",
         freeze=("embedding", "head", "norms"),  # calibrated stages serve zeros; these stay what they are
         anchor_peers=(identity.peer_id,),
         anchor_microbatches=4,

@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
             "samples_per_step": 8,
             "rows_per_microbatch": 1,
             "learning_rate": 2e-4,
-            "averaging_values": "fp32",
+            "averaging": "fp32",
             "freeze": ("embedding", "head"),
         }
     host = Host()

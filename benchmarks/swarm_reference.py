@@ -218,7 +218,7 @@ def make(swarm: Swarm, arguments: argparse.Namespace) -> Path:
         sequence_length=arguments.sequence_length,
         codec="basis",
         mask_ratio=arguments.mask_ratio,
-        averaging_values=arguments.averaging,
+        averaging=arguments.averaging,
         learning_rate=arguments.learning_rate,
         warmup_steps=arguments.warmup_steps,
         freeze=("embedding", "head"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peers.compute import Boundaries, Correct, Work, check_slice, check_state
+from peers.compute import COMPRESSOR, Boundaries, Correct, Work, check_slice, check_state, split_state
 from swarm.activation.base import BoundaryCodec, Payload
-from swarm.gradient.build import build_averaging
+from swarm.gradient.registry import build_compressor
 from swarm.manifest import RunManifest
 from swarm.model.trainable import TrainableSet
 from swarm.plan import MicrobatchKey
@@ -31,7 +31,7 @@ class CalibratedCompute:
         microseconds_per_token: float,
     ) -> None:
         self.trainable = trainable
-        self.compressor = build_averaging(manifest.averaging, trainable, manifest.seed)
+        self.compressor = build_compressor(manifest.averaging.compressor, trainable, manifest.seed)
         self._boundaries = boundaries
         self._hidden_size = manifest.model.hidden_size
         self._seconds_per_token = microseconds_per_token * 1e-6
@@ -68,15 +68,18 @@ class CalibratedCompute:
         return 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Zeros by the trainable names."""
-        return {
+        """Zeros by the trainable names, and the compressor's common state."""
+        weights = {
             f"weight.{name}": tensor.clone() for name, tensor in self.trainable.views(self._zeros).items()
         }
+        return weights | {COMPRESSOR + name: x for name, x in self.compressor.common_state().items()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """See StageCompute. Nothing is kept."""
+        """See StageCompute. No weights are kept."""
         shapes = zip(self.trainable.names, self.trainable.shapes, strict=True)
-        check_state(tensors, {f"weight.{name}": (shape, torch.float32) for name, shape in shapes})
+        common, rest = split_state(tensors)
+        check_state(rest, {f"weight.{name}": (shape, torch.float32) for name, shape in shapes})
+        self.compressor.load_common_state(common)
 
     def initial_state(self, path: Path) -> dict[str, Tensor]:
         """See StageCompute."""

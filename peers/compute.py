@@ -6,7 +6,7 @@ token and hands out payloads of the real size (`calibrated_compute`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,17 +136,26 @@ def build_compute(
         return TorchCompute(manifest, model, boundaries)
     from peers.calibrated_compute import CalibratedCompute
 
-    shapes: Mapping[str, tuple[int, ...]] = stage_tensor_names(config, manifest.model.cuts, stage)
-    frozen = tuple(
-        name for part, name in (("embedding", "embed_tokens"), ("head", "lm_head")) if part in freeze
+    return CalibratedCompute(manifest, stage_trainable(manifest, stage), boundaries, microseconds_per_token)
+
+
+def stage_trainable(manifest: RunManifest, stage: int) -> TrainableSet:
+    """The tensors of a stage that are trained, without building it."""
+    section = manifest.model
+    return trainable_of(model_config(manifest), section.cuts, stage, section.freeze)
+
+
+def trainable_of(config: Any, cuts: Sequence[int], stage: int, freeze: Collection[str]) -> TrainableSet:
+    """The tensors that are trained of a stage of a model of this transformers configuration."""
+    parts = (("embedding", "embed_tokens"), ("head", "lm_head"), ("norms", "norm"))
+    frozen = tuple(name for part, name in parts if part in freeze)
+    return TrainableSet.of(
+        {
+            name: torch.empty(shape, device="meta")
+            for name, shape in stage_tensor_names(config, cuts, stage).items()
+            if not any(part in name for part in frozen)
+        }
     )
-    trained = {
-        name: torch.empty(shape, device="meta")
-        for name, shape in shapes.items()
-        if not any(part in name for part in frozen)
-    }
-    trainable = TrainableSet.of(trained)
-    return CalibratedCompute(manifest, trainable, boundaries, microseconds_per_token)
 
 
 def model_config(manifest: RunManifest) -> Any:
@@ -161,6 +170,20 @@ def check_slice(offset: int, count: int, numel: int) -> None:
     """Raise ValueError unless a slice lies within the weights."""
     if offset < 0 or count < 0 or offset + count > numel:
         raise ValueError(f"a slice of {count} from {offset} on lies outside of {numel} weights")
+
+
+COMPRESSOR = "compressor."
+"""Prefix of the compressor's tensors in a stage's state."""
+
+
+def split_state(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The compressor's common state, under its own names, and the rest of a stage's state."""
+    common = {
+        name.removeprefix(COMPRESSOR): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(COMPRESSOR)
+    }
+    return common, {name: tensor for name, tensor in tensors.items() if not name.startswith(COMPRESSOR)}
 
 
 def check_state(

@@ -9,16 +9,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peers.compute import Boundaries, Correct, Work, check_slice, check_state
+from peers.compute import COMPRESSOR, Boundaries, Correct, Work, check_slice, check_state, split_state
 from swarm.activation.base import Payload
-from swarm.gradient.build import build_averaging
+from swarm.gradient.registry import build_compressor
 from swarm.manifest import RunManifest
 from swarm.model.stage import StageModel
 from swarm.optim import StageOptimizer
 from swarm.plan import MicrobatchKey
 from swarm.sketch import sketch
 
-WEIGHT, OPTIMIZER, COMPRESSOR = "weight.", "optimizer.", "compressor."
+WEIGHT, OPTIMIZER = "weight.", "optimizer."
 """Prefixes of the names in a stage's state."""
 
 
@@ -34,7 +34,7 @@ class TorchCompute:
         self._manifest = manifest
         self._model = model
         self._boundaries = boundaries
-        self.compressor = build_averaging(manifest.averaging, self.trainable, manifest.seed)
+        self.compressor = build_compressor(manifest.averaging.compressor, self.trainable, manifest.seed)
         self._parameters = model.named_trainable()
         self._accumulator = self.trainable.empty(model.device)
         master = self.trainable.flatten({name: p.detach() for name, p in self._parameters.items()})
@@ -111,12 +111,8 @@ class TorchCompute:
         layout = {WEIGHT + name: (shape, torch.float32) for name, shape in shapes}
         if any(name.startswith(OPTIMIZER) for name in tensors):
             layout |= {OPTIMIZER + name: spec for name, spec in self._optimizer.state_layout().items()}
-        common = {
-            name.removeprefix(COMPRESSOR): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(COMPRESSOR)
-        }
-        check_state({name: x for name, x in tensors.items() if not name.startswith(COMPRESSOR)}, layout)
+        common, rest = split_state(tensors)
+        check_state(rest, layout)
         self.compressor.load_common_state(common)
         master = self._optimizer.master
         moments = {

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from swarm.activation.config import CodecConfig
 from swarm.anchor.config import CorrectorConfig, NoCorrectorConfig
 from swarm.data.index import DataIndex
-from swarm.gradient.values import AveragingConfig
+from swarm.gradient.averaging import AveragingConfig
+from swarm.gradient.config import check_combination
 from swarm.optim import OptimizerConfig
 
 ARTIFACT_CHUNK_BYTES = 1024 * 1024
@@ -150,6 +151,11 @@ class RunManifest(BaseModel):
     anchors: AnchorSection = AnchorSection()
     artifacts: tuple[Artifact, ...] = ()
     signature: str = ""
+
+    @model_validator(mode="after")
+    def _averages_suit_the_optimizer(self) -> RunManifest:
+        check_combination(self.averaging.compressor, self.optimizer)
+        return self
 
     @property
     def run_id(self) -> str:

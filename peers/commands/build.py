@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from peers.commands.averaging import averaging_config, check_stages
 from peers.commands.corrector import check_prior_size, corrector_config
 from peers.commands.evaluate import quiet_transformers
 from peers.commands.init import DEFAULT_PREDICTION, RunOptions, check_target
@@ -27,7 +28,7 @@ from swarm.data.config import DataConfig
 from swarm.data.dataset import PackedDataset
 from swarm.data.order import samples_from_far_end
 from swarm.data.pack import PackProgress, pack
-from swarm.gradient.values import AveragingConfig
+from swarm.gradient.averaging import AveragingConfig
 from swarm.manifest import AnchorSection, Artifact, ModelSection, RunManifest, create_owner_key
 from swarm.model.cut import check_cuts, equal_cost_cuts
 from swarm.model.export import split_checkpoint
@@ -150,7 +151,7 @@ def build_run(options: RunOptions, run_dir: Path, progress: Progress | None = No
     quiet_transformers()
     show: Progress = progress if progress is not None else lambda *_: None
     codec, optimizer, data = codec_config(options), optimizer_config(options), data_config(options)
-    corrector = corrector_config(options)
+    corrector, averaging = corrector_config(options), averaging_config(options, optimizer)
     anchors = anchor_section(options, codec, corrector)
     _check_counts(options)
     check_target(run_dir)
@@ -165,7 +166,9 @@ def build_run(options: RunOptions, run_dir: Path, progress: Progress | None = No
             f"{partial} exists: another init is making this run, or one was killed; in that case remove it"
         ) from error
     try:
-        manifest = _build(options, run_dir.name, partial, codec, optimizer, corrector, data, anchors, show)
+        manifest = _build(
+            options, run_dir.name, partial, codec, averaging, optimizer, corrector, data, anchors, show
+        )
         if run_dir.exists():
             run_dir.rmdir()  # empty: check_target saw to it, and rmdir refuses anything else
         partial.rename(run_dir)
@@ -180,6 +183,7 @@ def _build(
     folder_name: str,
     target: Path,
     codec: AnyCodec,
+    averaging: AveragingConfig,
     optimizer: OptimizerConfig,
     corrector: AnyCorrector,
     data: DataConfig,
@@ -197,6 +201,7 @@ def _build(
     cuts = _cuts(options, config)
     _check_model(options, codec, config)
     check_prior_size(corrector, config, cuts)
+    check_stages(averaging, config, cuts, options.freeze)
     section = ModelSection(
         name=options.model,
         config=_plain(config.to_dict()),
@@ -251,7 +256,7 @@ def _build(
             total_steps=options.steps,
             compute=options.compute,
             codec=codec,
-            averaging=AveragingConfig(values=options.averaging_values),
+            averaging=averaging,
             optimizer=optimizer,
             corrector=corrector,
             min_replicas=options.replicas,

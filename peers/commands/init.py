@@ -118,11 +118,41 @@ class RunOptions(CommandOptions):
     prediction: Literal["none", "token", "context"] | None = None
     """basis: what hidden states are predicted from, so that only the rest is sent; context without it."""
 
-    averaging_values: Literal["fp16", "fp32"] = "fp16"
-    """Number format of averaged gradients on the wire."""
+    averaging: Literal[
+        "fp32",
+        "fp16",
+        "bf16",
+        "int8",
+        "fp8",
+        "e3m0",
+        "sign",
+        "topk",
+        "dgc",
+        "randomk",
+        "powersgd",
+        "scape",
+    ] = "fp16"
+    """What replicas average: the gradient as floats (fp32, fp16, bf16), in 8 (int8, fp8), 4 (e3m0) or 1 bit (sign); its
+    largest values (topk; dgc, for sgd), random ones (randomk), those its first moment names (scape, for adams), or
+    low-rank factors (powersgd). What is left out comes with the next step."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer of every stage."""
+    averaging_ratio: float | None = None
+    """topk, dgc, randomk, scape: share of the values that is sent. powersgd: how many times less is sent."""
+
+    averaging_rank: int | None = None
+    """powersgd: rank of the factors; 4 without it."""
+
+    averaging_options: tuple[str, ...] = ()
+    """More of the compressor's options, as NAME=VALUE: error_feedback=false, momentum=0.9 (dgc), block=64 (int8)..."""
+
+    norm_bound: float | None = 10.0
+    """A replica's part is left out if its norm is over so many times the median of three or more; none takes any."""
+
+    centered_clip: float | None = None
+    """Average by CenteredClip: parts count up to so many times their median distance from the centre. Else the mean."""
+
+    optimizer: Literal["adamw", "adams", "sgd"] = "adamw"
+    """Optimizer of every stage; adams keeps the first moment only."""
 
     learning_rate: float = 3e-4
     """Peak learning rate."""
@@ -260,10 +290,11 @@ def check_sources(options: RunOptions) -> None:
         check_exists("--data", options.data)
 
 
-def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
-    """What was made: run id, stages, bytes per token."""
+def print_run(console: Console, manifest: RunManifest, run_dir: Path, link_mbps: float = 200.0) -> None:
+    """What was made: run id, stages, bytes of a round and of a token. link_mbps: of the lines that are told of."""
     from rich.table import Table
 
+    from peers.commands.averaging import averaging_note
     from peers.commands.corrector import corrector_notes
     from peers.commands.inspect import boundary_bytes, stage_rows
 
@@ -289,6 +320,7 @@ def print_run(console: Console, manifest: RunManifest, run_dir: Path) -> None:
     )
     for note in corrector_notes(manifest):
         console.print(note, markup=False)
+    console.print(averaging_note(manifest, link_mbps), markup=False)
     cost = boundary_bytes(manifest, run_dir / "artifacts")
     if cost is not None:
         console.print(
@@ -362,7 +394,7 @@ def run(options: InitOptions) -> int:
     seconds: dict[str, float] = {}
     with phases(console, seconds) as progress:
         manifest = create_run(options, run_dir, progress)
-    print_run(console, manifest, run_dir)
+    print_run(console, manifest, run_dir, options.link_mbps)
     if (advice := codec_advice(options, manifest, seconds.get("calibrate codec"))) is not None:
         console.print(advice, markup=False)
     console.print(f"next: swarm-peer seed {run_dir}", markup=False)

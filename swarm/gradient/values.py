@@ -10,25 +10,12 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-
-from swarm.gradient.robust import RobustConfig
 
 ValueFormat = Literal["fp16", "fp32"]
 _SCALE_BYTES = 4
 _TARGET_EXPONENT = 14
 _EXPONENT_RANGE = 120
-
-
-class AveragingConfig(BaseModel):
-    """What the run fixes about its rounds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    compressor: Literal["dense"] = Field(default="dense", description="what is averaged: dense gradients")
-    values: ValueFormat = Field(default="fp16", description="number format on the wire")
-    robust: RobustConfig = Field(default=RobustConfig(), description="which members' parts count")
 
 
 def encoded_bytes(values: ValueFormat, elements: int) -> int:

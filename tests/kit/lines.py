@@ -112,7 +112,7 @@ def swarmed(
     """A run on a network with these hosts, beside `NEAR`; all peers are killed at the end. Raises TestbedError."""
     with Network([Line(), *lines]) as network:
         swarm = Swarm(host, folder)
-        swarm.make_run(**{"stages": 2, "steps": 1_000_000, "averaging_values": "fp16", **options})
+        swarm.make_run(**{"stages": 2, "steps": 1_000_000, "averaging": "fp16", **options})
         try:
             yield Swarmed(network, swarm, compute)
         finally:

@@ -25,7 +25,8 @@ from peers.round_messages import Group
 from peers.updates import Update, alone_update, exchanged_update
 from swarm.activation.config import DenseConfig
 from swarm.data.index import ChunkInfo, DataIndex
-from swarm.gradient.values import AveragingConfig
+from swarm.gradient.averaging import AveragingConfig
+from swarm.gradient.config import compressor_config
 from swarm.manifest import Artifact, ModelSection, RunManifest
 from swarm.model.stage import stage_tensor_names
 from swarm.optim import OptimizerConfig
@@ -70,7 +71,7 @@ def stage_run(
         "total_steps": 100,
         "compute": compute,
         "codec": DenseConfig(),
-        "averaging": AveragingConfig(values=values),  # type: ignore[arg-type]
+        "averaging": AveragingConfig(compressor=compressor_config(values)),
         "optimizer": OptimizerConfig(learning_rate=0.01, weight_decay=0.1),
         "snapshot_every": 20,
         **more,

@@ -16,7 +16,7 @@ from peers.exchange import Exchange
 from peers.frames import Frame, FrameError, Kind
 from peers.round_messages import Group
 from swarm.gradient.chunk import FloatChunk
-from swarm.gradient.dense import DenseCompressor
+from swarm.gradient.plain import PlainCompressor
 from swarm.gradient.values import ValueFormat
 
 Tamper = Callable[[str, str, Kind, bytearray], None]
@@ -42,7 +42,7 @@ class Ready(Exchange):
     """An exchange that knows its contribution."""
 
     def __init__(self, group, name, contribution, values, engine, link_of):  # type: ignore[no-untyped-def]
-        self._dense = DenseCompressor(contribution.numel(), FloatChunk(values))
+        self._dense = PlainCompressor(contribution.numel(), FloatChunk(values), False)
         super().__init__(group, name, contribution.numel(), self._dense.phases(0), engine, link_of)
         self._own = contribution
 

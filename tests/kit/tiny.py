@@ -86,7 +86,7 @@ def make_run(folder: Path, options: dict[str, Any]) -> Any:
         "sequence_length": 32,
         "codec": "dense",
         "compute": "fp32",
-        "averaging_values": "fp32",
+        "averaging": "fp32",
         "calibration_microbatches": 16,
     }
     return create_run(RunOptions(**{**defaults, **chosen}), folder / "run")

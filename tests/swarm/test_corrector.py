@@ -50,7 +50,7 @@ def test_peers_correct_like_the_reference(swarm: Swarm, tmp_path: Path, variant:
         mask_ratio=50.0,
         codec_values="fp32",
         compute="fp32",
-        averaging_values="fp32",
+        averaging="fp32",
         optimizer="sgd",
         learning_rate=0.1,
         corrector=variant,

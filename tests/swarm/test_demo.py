@@ -39,7 +39,7 @@ def test_local_trains_a_pretrained_model_and_leaves_a_checkpoint_transformers_lo
     command = f"""
         local {tmp_path / "run"} --model smollm2-135m --data stdlib --max-tokens 60000 --stages 4 --replicas 2
         --steps 6 --samples-per-step 8 --rows-per-microbatch 2 --sequence-length 128 --freeze embedding head
-        --codec basis --mask-ratio 80 --calibration-microbatches 32 --averaging-values fp16 --learning-rate 2e-4
+        --codec basis --mask-ratio 80 --calibration-microbatches 32 --averaging fp16 --learning-rate 2e-4
         --warmup-steps 1 --snapshot-every 6 --eval-samples 24 --compare-dense --summary {summary_file}
         --threads 1 --peer-threads 1
     """

@@ -18,7 +18,7 @@ from peers.questions import Questions
 from peers.round_messages import Arrival, Commit, Group, compact
 from swarm.anchor.config import NoCorrectorConfig
 from swarm.gradient.chunk import FloatChunk
-from swarm.gradient.dense import DenseCompressor
+from swarm.gradient.plain import PlainCompressor
 from swarm.gradient.robust import RobustConfig
 from swarm.model.trainable import TrainableSet
 from swarm.plan import Plan, Slot
@@ -66,7 +66,7 @@ def averaging(tasks: asyncio.TaskGroup, owner: Owner, stage: int = 0) -> Averagi
     return Averaging(
         core=core,
         compute=SimpleNamespace(
-            trainable=SimpleNamespace(numel=8), compressor=DenseCompressor(8, FloatChunk("fp32"))
+            trainable=SimpleNamespace(numel=8), compressor=PlainCompressor(8, FloatChunk("fp32"), False)
         ),
         engine=Engine(),
         links=SimpleNamespace(me=ME, get=lambda peer: None),  # type: ignore[arg-type]

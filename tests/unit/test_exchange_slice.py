@@ -19,7 +19,7 @@ from peers.exchange import Exchange, ExchangeError
 from peers.frames import Frame, FrameError, Kind
 from peers.limits import LIMITS
 from swarm.gradient.chunk import FloatChunk
-from swarm.gradient.dense import DenseCompressor
+from swarm.gradient.plain import PlainCompressor
 from swarm.gradient.values import decode_values
 from tests.kit.mesh import Mesh, contributions
 
@@ -68,7 +68,7 @@ class Slices(Mesh):
         super().__init__(engine, vectors, [1, 1, 0], "fp16", **more)
         self.weights = torch.arange(elements, dtype=torch.float32)
         self.own = self.weights[span[0] : span[0] + span[1]]
-        self.dense = DenseCompressor(elements, FloatChunk("fp16"))
+        self.dense = PlainCompressor(elements, FloatChunk("fp16"), False)
         self.exchanges = {
             name: Exchange(
                 self.group,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swarm.gradient.values import AveragingConfig, ValueFormat, decode_values, encode_values, encoded_bytes
+from swarm.gradient.values import ValueFormat, decode_values, encode_values, encoded_bytes
 
 FORMATS: list[ValueFormat] = ["fp16", "fp32"]
 floats = st.floats(-(2.0**126), 2.0**126, width=32)
@@ -88,8 +88,3 @@ def test_scale_outside_the_format_is_refused() -> None:
         scale = torch.tensor([exponent], dtype=torch.int32).view(torch.uint8)
         with pytest.raises(ValueError, match="scale exponent"):
             decode_values(torch.cat([scale, torch.zeros(2, dtype=torch.uint8)]), "fp16", 1)
-
-
-def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="bits"):
-        AveragingConfig(bits=8)  # type: ignore[call-arg]

@@ -28,7 +28,7 @@ from peers.updates import (
     write_update,
 )
 from swarm.gradient.chunk import FloatChunk
-from swarm.gradient.dense import DenseCompressor
+from swarm.gradient.plain import PlainCompressor
 from swarm.manifest import Artifact
 from tests.kit.members import Members, running_engine, stage_compute, stage_run
 
@@ -74,7 +74,7 @@ def test_an_update_comes_back_equal(made: dict[str, Update], way: str, tmp_path:
     again.check_content()
     assert same(check_update(path), dataclasses.replace(update, chunks=(), slice=None)) or way == "none"
     if way != "none":
-        phases = DenseCompressor(update.elements, FloatChunk("fp16")).phases(update.step)
+        phases = PlainCompressor(update.elements, FloatChunk("fp16"), False).phases(update.step)
         [average], [decoded] = averages_of(update, phases), averages_of(again, phases)
         assert torch.equal(average, decoded)
     assert [entry.name for entry in path.parent.iterdir()] == ["update"]
@@ -262,9 +262,12 @@ def test_a_format_with_an_impossible_scale_is_an_update_error(made: dict[str, Up
     with pytest.raises(UpdateError, match="exponent"):
         averages_of(
             dataclasses.replace(good, chunks=(bad, *good.chunks[1:])),
-            DenseCompressor(good.elements, FloatChunk("fp16")).phases(0),
+            PlainCompressor(good.elements, FloatChunk("fp16"), False).phases(0),
         )
-    for other in (DenseCompressor(good.elements, FloatChunk("fp32")), DenseCompressor(3, FloatChunk("fp16"))):
+    for other in (
+        PlainCompressor(good.elements, FloatChunk("fp32"), False),
+        PlainCompressor(3, FloatChunk("fp16"), False),
+    ):
         with pytest.raises(UpdateError, match="not what this stage averages"):
             averages_of(good, other.phases(0))
     with pytest.raises(UpdateError, match="not what this stage averages"):

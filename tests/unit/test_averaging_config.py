@@ -1,0 +1,64 @@
+"""From options to what a run's rounds average."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from peers.commands.averaging import averaging_config
+from peers.commands.init import RunOptions
+from peers.config import UserError
+from swarm.gradient.averaging import AveragingConfig
+from swarm.gradient.config import DGCConfig, PlainConfig, PowerSGDConfig
+from swarm.optim import OptimizerConfig
+
+OPTIONS = RunOptions(model="m", stages=2)
+ADAMW = OptimizerConfig()
+
+
+def config(optimizer: OptimizerConfig = ADAMW, **options: Any) -> AveragingConfig:
+    return averaging_config(replace(OPTIONS, **options), optimizer)
+
+
+def test_floats_are_averaged_without_error_feedback_and_codes_with_it() -> None:
+    assert config() == AveragingConfig()
+    assert isinstance(config().compressor, PlainConfig) and config().compressor.codec.name == "fp16"  # type: ignore[union-attr]
+    assert not config(averaging="bf16").compressor.error_feedback  # type: ignore[union-attr]
+    assert config(averaging="sign").compressor.error_feedback  # type: ignore[union-attr]
+    off = config(averaging="sign", averaging_options=("error_feedback=false", "block=64")).compressor
+    assert isinstance(off, PlainConfig) and not off.error_feedback and off.codec.block == 64  # type: ignore[union-attr]
+
+
+def test_ratio_and_rank_go_to_the_compressor() -> None:
+    assert config(averaging="powersgd").compressor == PowerSGDConfig()
+    assert config(averaging="powersgd", averaging_rank=8).compressor == PowerSGDConfig(rank=8)
+    sgd = OptimizerConfig(name="sgd")
+    dgc = config(sgd, averaging="dgc", averaging_ratio=0.01, averaging_options=("momentum=0.5",)).compressor
+    assert dgc == DGCConfig(ratio=0.01, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"averaging": "powersgd", "averaging_rank": 0}, "rank 0"),
+        ({"averaging": "powersgd", "averaging_rank": 4, "averaging_ratio": 64.0}, "a ratio chooses the rank"),
+        ({"averaging": "topk", "averaging_ratio": 2.0}, "ratio 2.0"),
+        ({"averaging": "fp16", "averaging_ratio": 0.1}, "ratio 0.1"),
+        ({"averaging": "int8", "averaging_options": ("blocks=64",)}, "blocks 64"),
+        ({"averaging": "int8", "averaging_options": ("block",)}, "expected NAME=VALUE"),
+        ({"averaging": "topk", "averaging_ratio": 0.1, "averaging_options": ("ratio=0.2",)}, "twice"),
+        ({"averaging": "dgc"}, "--averaging dgc, --optimizer adamw: dgc"),
+        ({"norm_bound": 0.5}, "norm_bound 0.5"),
+        ({"centered_clip": -1.0}, "centered_clip -1.0"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_option_and_value(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        config(**options)
+
+
+def test_an_unknown_compressor_in_a_manifest_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"plain.*dgc.*randomk.*powersgd.*scape"):
+        AveragingConfig.model_validate({"compressor": {"name": "gzip"}})
