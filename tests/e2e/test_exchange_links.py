@@ -123,7 +123,8 @@ def test_real_peers_hold_what_one_process_computes(mesh: Mesh, name: str) -> Non
                     deadline_s=60.0,
                 )
             rounds = [
-                compressor.begin(vector, step) for compressor, vector in zip(real, vectors, strict=True)
+                compressor.begin(vector, step, weight)
+                for compressor, vector, weight in zip(real, vectors, WEIGHTS, strict=True)
             ]
             results = await asyncio.gather(
                 *(member.exchange.run(each) for member, each in zip(mesh.members, rounds, strict=True))

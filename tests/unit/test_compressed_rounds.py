@@ -94,11 +94,12 @@ class Compressed(Mesh):
         self.group = Group(
             f"g{step}", step, 1, "peer-0", tuple(self.names), WEIGHTS, ("",) * len(WEIGHTS), ""
         )
-        self.compressions = dict(
-            zip(
-                self.names, (c.begin(v, step) for c, v in zip(compressors, vectors, strict=True)), strict=True
+        self.compressions = {
+            name: compressor.begin(vector, step, weight)
+            for name, compressor, vector, weight in zip(
+                self.names, compressors, vectors, WEIGHTS, strict=True
             )
-        )
+        }
         self.exchanges = {
             name: Exchange(
                 self.group,
