@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from swarm.activation.base import BoundaryCodec, CodecKey
 from swarm.activation.calibrate import cast_parameters_, decoder_layers, replace_hidden
+from swarm.adams import AdamS
 from swarm.batch import IGNORED_LABEL, Batch
 from swarm.model.packed import packed_kwargs
 from swarm.optim import OptimizerConfig, learning_rate
@@ -288,6 +289,11 @@ def _torch_optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) ->
     ]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
+    if config.name == "adams":  # torch has none
+        betas = (config.beta1, config.beta2)
+        return AdamS(
+            groups, lr=config.learning_rate, betas=betas, eps=config.eps, skip_zeros=config.skip_zeros
+        )
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps
     )

@@ -29,6 +29,7 @@ from swarm.data.dataset import PackedDataset
 from swarm.data.order import samples_from_far_end
 from swarm.data.pack import PackProgress, pack
 from swarm.gradient.averaging import AveragingConfig
+from swarm.gradient.config import SPARSE_NAMES
 from swarm.manifest import AnchorSection, Artifact, ModelSection, RunManifest, create_owner_key
 from swarm.model.cut import check_cuts, equal_cost_cuts
 from swarm.model.export import split_checkpoint
@@ -99,6 +100,8 @@ def optimizer_config(options: RunOptions) -> OptimizerConfig:
             weight_decay=options.weight_decay,
             momentum=options.momentum,
             clip_norm=options.clip_norm,
+            # A zero of a sparse average says that nothing is known, not that the gradient is zero.
+            skip_zeros=options.optimizer == "adams" and options.averaging in SPARSE_NAMES,
         )
     except ValidationError as error:
         raise _refused(error) from error

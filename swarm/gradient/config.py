@@ -122,6 +122,8 @@ CODECS: TypeAdapter[CodecConfig] = TypeAdapter(CodecConfig)
 COMPRESSORS: TypeAdapter[CompressorConfig] = TypeAdapter(CompressorConfig)
 
 CODEC_NAMES = ("fp32", "fp16", "bf16", "int8", "fp8", "e3m0", "sign", "topk")
+SPARSE_NAMES = ("topk", "dgc", "randomk", "scape")
+"""Short names of those whose averages are zero at most coordinates."""
 COMPRESSOR_NAMES = ("plain", "dgc", "randomk", "powersgd", "scape")
 
 
@@ -167,6 +169,4 @@ def check_combination(compressor: CompressorConfig, optimizer: OptimizerConfig) 
 
 def _is_sparse(compressor: CompressorConfig) -> bool:
     """Whether most coordinates of its averages are exactly zero."""
-    if compressor.name == "plain":
-        return compressor.codec.name == "topk"
-    return compressor.name in {"dgc", "randomk", "scape"}
+    return (compressor.codec.name if compressor.name == "plain" else compressor.name) in SPARSE_NAMES
