@@ -11,16 +11,13 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from peers import injector, rounds
-from peers.compute import StageCompute, take_step
+from peers.compute import StageCompute
 from peers.corrections import Corrections
 from peers.engine import Engine, JobPriority
-from peers.exchange import Exchange, ExchangeError, alone_digest, group_of
+from peers.exchange import Exchange, ExchangeError, group_of
 from peers.frames import Frame, FrameError, Kind, need, need_count
 from peers.joining import LINEAGE_CHARACTERS
 from peers.links import Links, Liveness, short
@@ -37,12 +34,11 @@ from peers.round_messages import (
     parse_failure,
     parse_group,
 )
+from peers.round_work import Average, RoundWork
 from peers.update_log import UpdateLog
-from peers.updates import Update, alone_update, exchanged_update
-from swarm.gradient.compressor import Compression
 from swarm.gradient.robust import RobustConfig
 from swarm.plan import seeded_order
-from swarm.sketch import SKETCH_TOLERANCE, sketch_distance, slice_span
+from swarm.sketch import SKETCH_TOLERANCE, sketch_distance
 
 logger = logging.getLogger("swarm_peer.rounds")
 ROUND_KINDS = frozenset(
@@ -73,6 +69,9 @@ class RoundsOwner(Protocol):
 
     def on_attempt(self) -> None:
         """What this peer holds now goes into a new average. The ledger is frozen."""
+
+    def own_tokens(self) -> int:
+        """Loss tokens of what this peer holds now. The ledger is frozen."""
 
     def seal(self, step: int) -> None:
         """The step is decided: nothing may reach its accumulator any more."""
@@ -108,16 +107,6 @@ class RoundsOwner(Protocol):
         """No ledger holds these keys of the plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Average:
-    """What this member would apply. compression: what moves the compressor's state on; None for a member alone."""
-
-    group: str
-    average: Tensor
-    update: Update
-    compression: Compression | None
-
-
 class Averaging:
     """Rounds of one stage peer. Lives in the communication loop."""
 
@@ -138,12 +127,13 @@ class Averaging:
     ) -> None:
         self.core = core
         self.sketch = self.corrected_by = ""
-        self._updates, self._run_id, self._corrections = updates, run_id, corrections
+        self._updates, self._corrections = updates, corrections
+        self.work = RoundWork(compute, engine, corrections, run_id, core.stage, core.me)
         self._compute, self._engine, self._robust = compute, engine, robust
         self._links, self._questions, self._tasks, self._owner = links, questions, tasks, owner
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
-        self._average: _Average | None = None
+        self._average: Average | None = None
         self._drift = 0.0
         self._early: OrderedDict[str, list[tuple[str, Frame]]] = OrderedDict()
         self.seconds = 0.0
@@ -213,6 +203,7 @@ class Averaging:
     def begin(self, step: int, roster: tuple[str, ...], lineage: str, followers: tuple[str, ...]) -> None:
         """Take part from this step on."""
         self.suspend()
+        self.work.restart()
         self.sketch = ""  # that of the weights before says nothing about these
         self.core.begin(step, roster, lineage, followers)
         self._tasks.create_task(self._take_sketch())
@@ -278,7 +269,7 @@ class Averaging:
         self._average, self._drift = None, 0.0
         self._began = time.monotonic()
         exchange: Exchange | None = None
-        if len(group.members) > 1 and sum(group.weights) > 0:
+        if len(group.members) > 1 and sum(group.weights) > 0 and not self.work.is_local(group.step):
             # Made before our own contribution is ready: others' parts may be here already.
             numel = self._compute.trainable.numel
             exchange = Exchange(
@@ -291,7 +282,7 @@ class Averaging:
                 run_seed=self.core.run_seed,
                 robust=self._robust,
                 deadline_s=deadline_s,
-                slice_span=self._slice_span(group.step) if group.leader in group.members else None,
+                slice_span=self.work.slice_span(group.step) if group.leader in group.members else None,
             )
             for peer, frame in self._early.pop(group.id, []):
                 try:
@@ -302,42 +293,14 @@ class Averaging:
         self._exchange = exchange
         self._task = self._tasks.create_task(self._run_exchange(group, exchange))
 
-    def _slice_span(self, step: int) -> tuple[int, int]:
-        """The leader's weights that go along: their share is of what the round moves, as values of two bytes."""
-        numel = self._compute.trainable.numel
-        moved = sum(phase.codec.nbytes(phase.elements) for phase in self._compute.compressor.phases(step))
-        return slice_span(step, numel, min(numel, moved // 2))
-
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
         self._task, self._exchange = None, None
 
     async def _run_exchange(self, group: Group, exchange: Exchange | None) -> None:
-        me, lineage = self.core.me, self.core.lineage
-        weight = group.weights[group.members.index(me)]
-        contribution = await self._engine.submit(JobPriority.ROUND, self._compute.contribution, weight)
-        compression: Compression | None = None
         try:
-            if exchange is None:
-                # Nothing to exchange: a group of one skips exchange and compressor.
-                average, digest = contribution, alone_digest(group.id, group.corrector)
-                update = alone_update(
-                    group, contribution, run=self._run_id, stage=self.core.stage, lineage=lineage
-                )
-            else:
-                own: Tensor | None = None
-                if group.leader == me:
-                    span = self._slice_span(group.step)
-                    own = await self._engine.submit(JobPriority.ROUND, self._compute.read_slice, *span)
-                compressor = self._compute.compressor
-                compression = await self._engine.submit(
-                    JobPriority.ROUND, compressor.begin, contribution, group.step, weight
-                )
-                average, digest = await exchange.run(compression, own)
-                update = exchanged_update(
-                    exchange, run=self._run_id, stage=self.core.stage, lineage=lineage, digest=digest
-                )
+            made = await self.work.average(group, exchange, self.core.lineage, self._owner.own_tokens())
         except (ExchangeError, FrameError) as error:
             logger.warning("round of step %d, attempt %d failed: %s", group.step, group.attempt, error)
             self._note_refused(exchange)
@@ -347,8 +310,8 @@ class Averaging:
             return
         self._note_refused(exchange)
         self._exchange = None
-        self._average = _Average(group.id, average, update, compression)
-        self.run(self.core.on_exchanged(group.id, digest, time.monotonic()))
+        self._average = made
+        self.run(self.core.on_exchanged(group.id, made.digest, time.monotonic()))
 
     def _note_refused(self, exchange: Exchange | None) -> None:
         """Count contributions that did not count; say once whose."""
@@ -378,26 +341,13 @@ class Averaging:
         update = held.update
         self.corrected_by = update.corrector if commit.weight else ""
         try:
-            if commit.weight == 0:
-                await self._engine.submit(JobPriority.ROUND, self._compute.clear)
-            else:
-                correct = corrections.of(update.corrector)
-                if held.compression is not None:
-                    await self._engine.submit(JobPriority.ROUND, held.compression.commit)
-                norm = await self._engine.submit(
-                    JobPriority.ROUND,
-                    take_step,
-                    self._compute,
-                    held.average,
-                    commit.step,
-                    update.slice,
-                    correct,
-                )
+            norm = await self.work.apply(held, commit)
         except ValueError as error:
-            # Every member holds the same bytes, so every member refuses them.
+            # Every member holds the same bytes, so every member refuses them; a gradient of its own is its own affair.
             logger.error("step %d applies nothing: %s", commit.step, error)
             self.refusals["not_finite"] += 1
-        await self._take_sketch()
+        if not self.work.is_local(commit.step):  # what the sketch is of has changed
+            await self._take_sketch()
         self._average = None
         self._early.clear()
         self.outcomes["committed"] += 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peers.compute import COMPRESSOR, Boundaries, Correct, Work, check_slice, check_state, split_state
 from swarm.activation.base import BoundaryCodec, Payload
-from swarm.gradient.registry import build_compressor
+from swarm.gradient.averaging import build_averaging, build_outer
 from swarm.manifest import RunManifest
 from swarm.model.trainable import TrainableSet
 from swarm.plan import MicrobatchKey
@@ -31,12 +31,13 @@ class CalibratedCompute:
         microseconds_per_token: float,
     ) -> None:
         self.trainable = trainable
-        self.compressor = build_compressor(manifest.averaging.compressor, trainable, manifest.seed)
+        self.compressor = build_averaging(manifest.averaging, trainable, manifest.total_steps, manifest.seed)
         self._boundaries = boundaries
         self._hidden_size = manifest.model.hidden_size
         self._seconds_per_token = microseconds_per_token * 1e-6
         self._payloads: dict[tuple[str, tuple[int, int], int, tuple[str, ...]], Payload] = {}
         self._zeros = trainable.empty()
+        self.outer = build_outer(manifest.averaging, trainable, manifest.total_steps, self._zeros)
 
     def forward(self, work: Work, incoming: Payload | None) -> Payload:
         """See StageCompute."""
@@ -63,6 +64,14 @@ class CalibratedCompute:
         """Zeros of the real size."""
         return self._zeros
 
+    def difference(self, loss_tokens: int, step: int, correct: Correct | None = None) -> Tensor:
+        """Zeros of the real size."""
+        return self._zeros
+
+    def apply_outer(self, average: Tensor, step: int) -> float:
+        """Nothing changes."""
+        return 0.0
+
     def apply(self, average: Tensor, step: int, correct: Correct | None = None) -> float:
         """Nothing changes."""
         return 0.0
@@ -77,9 +86,9 @@ class CalibratedCompute:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """See StageCompute. No weights are kept."""
         shapes = zip(self.trainable.names, self.trainable.shapes, strict=True)
-        common, rest = split_state(tensors)
-        check_state(rest, {f"weight.{name}": (shape, torch.float32) for name, shape in shapes})
-        self.compressor.load_common_state(common)
+        parts = split_state(tensors)
+        check_state(parts.rest, {f"weight.{name}": (shape, torch.float32) for name, shape in shapes})
+        self.compressor.load_common_state(parts.compressor)
 
     def initial_state(self, path: Path) -> dict[str, Tensor]:
         """See StageCompute."""

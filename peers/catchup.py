@@ -18,7 +18,7 @@ from typing import Protocol
 from hivemind.p2p import P2P
 
 from peers.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from peers.compute import Correct, StageCompute
+from peers.compute import Correct, StageCompute, bytes_per_step
 from peers.config import UserError
 from peers.engine import Engine, JobPriority
 from peers.limits import LIMITS
@@ -93,8 +93,9 @@ class CatchUp:
         self._manifest, self._stage, self._compute, self._engine = manifest, stage, compute, engine
         self._p2p, self._files, self._store, self._snapshots = p2p, files, store, snapshots
         self._updates, self._traffic, self._metrics, self._note = updates, traffic, metrics, note
-        phases = compute.compressor.phases(0)
-        self._update_bytes = sum(phase.codec.nbytes(phase.elements) for phase in phases)
+        self._update_bytes = bytes_per_step(
+            compute.compressor, compute.outer.config.every if compute.outer is not None else 1
+        )
         if traffic.download.limit_mbps is not None:
             self.pace.expect(self._update_bytes, traffic.download.limit_mbps)
         self._fetcher = UpdateFetcher(

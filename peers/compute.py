@@ -17,6 +17,7 @@ from torch import Tensor
 from swarm.activation.base import BoundaryCodec, CodecKey, Payload
 from swarm.batch import Batch
 from swarm.gradient.compressor import Compressor
+from swarm.gradient.outer import LocalSteps
 from swarm.manifest import RunManifest
 from swarm.model.formats import compute_dtype
 from swarm.model.stage import build_stage, stage_tensor_names
@@ -49,6 +50,10 @@ class StageCompute(Protocol):
 
     trainable: TrainableSet
     compressor: Compressor
+    outer: LocalSteps | None
+    """The outer loop, if replicas take steps of their own. Then the weights that snapshots, sketches and slices are of
+    are the global ones.
+    """
 
     def forward(self, work: Work, incoming: Payload | None) -> Payload:
         """Forward of a stage that is not the last; its graph is kept until `backward` or `drop`."""
@@ -70,6 +75,18 @@ class StageCompute(Protocol):
 
     def contribution(self, loss_tokens: int) -> Tensor:
         """The accumulated gradient of the mean token loss: fp32 [numel]."""
+
+    def difference(self, loss_tokens: int, step: int, correct: Correct | None = None) -> Tensor:
+        """With an outer loop: take the optimizer step on this replica's own gradient, on trial, and return global minus
+        local weights: fp32 [numel]. `apply_outer` makes it good, anything else takes it back; a second call begins
+        from what there was before the first. Without tokens, or if the gradient is not finite, no step is taken.
+        """
+
+    def apply_outer(self, average: Tensor, step: int) -> float:
+        """Take the outer step on the averaged difference (fp32 [numel]), and empty the accumulator.
+
+        Returns the norm of the difference. Raises ValueError if it is not finite; then the step on trial is taken back.
+        """
 
     def apply(self, average: Tensor, step: int, correct: Correct | None = None) -> float:
         """Correct a copy of the average, take the optimizer step and empty the accumulator.
@@ -172,18 +189,35 @@ def check_slice(offset: int, count: int, numel: int) -> None:
         raise ValueError(f"a slice of {count} from {offset} on lies outside of {numel} weights")
 
 
-COMPRESSOR = "compressor."
-"""Prefix of the compressor's tensors in a stage's state."""
+def bytes_per_step(compressor: Compressor, every: int = 1) -> int:
+    """Payload bytes of one stage's average, in the mean over `every` steps well after the first ones."""
+    steps = range(1000 * every, 1001 * every)
+    total = sum(phase.codec.nbytes(phase.elements) for step in steps for phase in compressor.phases(step))
+    return total // every
 
 
-def split_state(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The compressor's common state, under its own names, and the rest of a stage's state."""
-    common = {
-        name.removeprefix(COMPRESSOR): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(COMPRESSOR)
-    }
-    return common, {name: tensor for name, tensor in tensors.items() if not name.startswith(COMPRESSOR)}
+COMPRESSOR, OUTER = "compressor.", "outer."
+"""Prefixes of the compressor's and the outer loop's tensors in a stage's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateParts:
+    """A stage's state by whose it is. compressor, outer: under their own names; rest: weights and moments."""
+
+    compressor: dict[str, Tensor]
+    outer: dict[str, Tensor]
+    rest: dict[str, Tensor]
+
+
+def split_state(tensors: Mapping[str, Tensor]) -> StateParts:
+    """A stage's state by whose it is."""
+    parts = StateParts({}, {}, {})
+    for name, tensor in tensors.items():
+        for prefix, place in ((COMPRESSOR, parts.compressor), (OUTER, parts.outer), ("", parts.rest)):
+            if name.startswith(prefix):
+                place[name.removeprefix(prefix)] = tensor
+                break
+    return parts
 
 
 def check_state(
@@ -224,4 +258,6 @@ def take_step(
         except ValueError:
             compute.clear()
             raise
-    return compute.apply(average, step, correct)
+    return (
+        compute.apply(average, step, correct) if compute.outer is None else compute.apply_outer(average, step)
+    )

@@ -282,7 +282,7 @@ class Steps:
                 plan.step,
                 plan.digest(),
                 keys,
-                sum(ledger.values()),
+                self.averaging.work.weight(plan.step, sum(ledger.values())),
                 lineage=self.averaging.core.lineage,
                 lost=tuple(sorted({*compact(core.lost), *self.recovery.lost} - set(keys))),
                 sketch=self.averaging.sketch,

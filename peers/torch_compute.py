@@ -9,9 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peers.compute import COMPRESSOR, Boundaries, Correct, Work, check_slice, check_state, split_state
+from peers.compute import COMPRESSOR, OUTER, Boundaries, Correct, Work, check_slice, check_state, split_state
 from swarm.activation.base import Payload
-from swarm.gradient.registry import build_compressor
+from swarm.gradient.averaging import build_averaging, build_outer
+from swarm.gradient.outer import LocalSteps
 from swarm.manifest import RunManifest
 from swarm.model.stage import StageModel
 from swarm.optim import StageOptimizer
@@ -34,12 +35,17 @@ class TorchCompute:
         self._manifest = manifest
         self._model = model
         self._boundaries = boundaries
-        self.compressor = build_compressor(manifest.averaging.compressor, self.trainable, manifest.seed)
+        self.compressor = build_averaging(
+            manifest.averaging, self.trainable, manifest.total_steps, manifest.seed
+        )
         self._parameters = model.named_trainable()
         self._accumulator = self.trainable.empty(model.device)
         master = self.trainable.flatten({name: p.detach() for name, p in self._parameters.items()})
         shapes = [torch.Size(shape) for shape in self.trainable.shapes]
         self._optimizer = StageOptimizer(manifest.optimizer, master, shapes, manifest.model.stages)
+        self.outer = build_outer(manifest.averaging, self.trainable, manifest.total_steps, master)
+        self._before: tuple[Tensor, dict[str, Tensor]] | None = None
+        """Local weights and moments before the step on trial."""
         self._graphs: dict[MicrobatchKey, tuple[Tensor | None, Tensor]] = {}
 
     def forward(self, work: Work, incoming: Payload | None) -> Payload:
@@ -75,6 +81,7 @@ class TorchCompute:
 
     def clear(self) -> None:
         """See StageCompute."""
+        self._undo()
         self._accumulator.zero_()
         self._graphs.clear()
 
@@ -82,6 +89,54 @@ class TorchCompute:
         """See StageCompute."""
         scale = self._manifest.reference_loss_tokens / max(1, loss_tokens)
         return (self._accumulator * scale).cpu()
+
+    def difference(self, loss_tokens: int, step: int, correct: Correct | None = None) -> Tensor:
+        """See StageCompute."""
+        outer, optimizer = self._outer(), self._optimizer
+        self._undo()
+        if loss_tokens:
+            gradient = self.contribution(loss_tokens).to(self._accumulator.device)
+            if correct is not None:
+                correct(self.trainable.views(gradient), step)
+            moments = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+            self._before = optimizer.master.clone(), moments
+            try:
+                optimizer.apply(gradient, step, self._manifest.total_steps)
+            except ValueError:  # not finite: this member's own affair; it has come no further by this step
+                self._before = None
+        return outer.difference(optimizer.master.cpu())
+
+    def apply_outer(self, average: Tensor, step: int) -> float:
+        """See StageCompute."""
+        outer, optimizer = self._outer(), self._optimizer
+        norm = float(torch.linalg.vector_norm(average))
+        try:
+            with torch.no_grad():
+                outer.apply(average, step, optimizer.master)
+            self._before = None
+        finally:
+            self.clear()
+            self.trainable.write(optimizer.master, self._parameters)
+        return norm
+
+    def _outer(self) -> LocalSteps:
+        if self.outer is None:
+            raise ValueError("this run averages every step")
+        return self.outer
+
+    def _undo(self) -> None:
+        """Take the step on trial back, if there is one. The module has not followed it."""
+        if self._before is not None:
+            master, moments = self._before
+            self._before = None
+            with torch.no_grad():
+                self._optimizer.master.copy_(master)
+            self._optimizer.load_state_dict(moments)
+
+    @property
+    def _shared(self) -> Tensor:
+        """The weights that all replicas have: fp32 [numel]."""
+        return self._optimizer.master if self.outer is None else self.outer.globals
 
     def apply(self, average: Tensor, step: int, correct: Correct | None = None) -> float:
         """See StageCompute."""
@@ -98,11 +153,14 @@ class TorchCompute:
 
     def state(self) -> dict[str, Tensor]:
         """See StageCompute."""
-        weights = self.trainable.views(self._optimizer.master)
+        weights = self.trainable.views(self._shared)
+        moments = self._before[1] if self._before is not None else self._optimizer.state_dict()
         tensors = {WEIGHT + name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
-        for name, tensor in self._optimizer.state_dict().items():
+        for name, tensor in moments.items():
             tensors[OPTIMIZER + name] = tensor.detach().cpu().clone()
         tensors |= {COMPRESSOR + name: tensor for name, tensor in self.compressor.common_state().items()}
+        if self.outer is not None:
+            tensors |= {OUTER + name: tensor for name, tensor in self.outer.state().items()}
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -111,9 +169,14 @@ class TorchCompute:
         layout = {WEIGHT + name: (shape, torch.float32) for name, shape in shapes}
         if any(name.startswith(OPTIMIZER) for name in tensors):
             layout |= {OPTIMIZER + name: spec for name, spec in self._optimizer.state_layout().items()}
-        common, rest = split_state(tensors)
-        check_state(rest, layout)
-        self.compressor.load_common_state(common)
+        parts = split_state(tensors)
+        check_state(parts.rest, layout)
+        if self.outer is not None:
+            self.outer.check_state(parts.outer)
+        elif parts.outer:
+            raise ValueError(f"the state is of a run with an outer loop: {sorted(parts.outer)[:4]}")
+        self.compressor.load_common_state(parts.compressor)
+        self._before = None
         master = self._optimizer.master
         moments = {
             name.removeprefix(OPTIMIZER): tensor
@@ -123,6 +186,8 @@ class TorchCompute:
         self._optimizer.load_state_dict(moments)
         weights = {name: tensors[WEIGHT + name] for name in self.trainable.names}
         self.trainable.flatten(weights, out=master)
+        if self.outer is not None:
+            self.outer.load(master, parts.outer)
         self.trainable.write(master, self._parameters)
         self.clear()
 
@@ -139,12 +204,12 @@ class TorchCompute:
 
     def sketch(self) -> bytes:
         """See StageCompute."""
-        return sketch(self._optimizer.master, self._manifest.seed)
+        return sketch(self._shared, self._manifest.seed)
 
     def read_slice(self, offset: int, count: int) -> Tensor:
         """See StageCompute."""
         check_slice(offset, count, self.trainable.numel)
-        return self._optimizer.master[offset : offset + count].detach().cpu().clone()
+        return self._shared[offset : offset + count].detach().cpu().clone()
 
     def write_slice(self, offset: int, values: Tensor) -> None:
         """See StageCompute."""
@@ -152,7 +217,7 @@ class TorchCompute:
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"the slice from {offset} on holds values that are not finite")
         with torch.no_grad():
-            self._optimizer.master[offset : offset + values.numel()].copy_(values)
+            self._shared[offset : offset + values.numel()].copy_(values)
 
     def _decode(self, work: Work, incoming: Payload | None) -> Tensor | None:
         codec = self._boundaries.incoming

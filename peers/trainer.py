@@ -289,6 +289,10 @@ class Trainer:
         """See RoundsOwner. Replays taken before a ballot on this average are not part of it."""
         self._averaged = compact(self.worker.core.ledger), self.worker.core.loss
 
+    def own_tokens(self) -> int:
+        """See RoundsOwner."""
+        return sum(self.worker.core.ledger.values())
+
     def seal(self, step: int) -> None:
         """See RoundsOwner."""
         self.worker.run(self.worker.core.seal(step))

@@ -42,9 +42,11 @@ _LENGTH = struct.Struct("<I")
 _HASH_BYTES = 32
 _READ_BYTES = 4 * 1024 * 1024
 
-Way = Literal["exchanged", "alone", "none"]
-"""How the average came about: by an exchange, by one member alone (raw fp32), or not at all (no weight)."""
-_WAYS: dict[str, Way] = {"exchanged": "exchanged", "alone": "alone", "none": "none"}
+Way = Literal["exchanged", "alone", "local", "none"]
+"""How the average came about: by an exchange, by one member alone (raw fp32), or not at all: every member took a step
+of its own (local), or there was nothing to take (no weight).
+"""
+_WAYS: dict[str, Way] = {"exchanged": "exchanged", "alone": "alone", "local": "local", "none": "none"}
 MAX_PHASES = 8
 _RAW = FloatChunk("fp32")
 
@@ -91,8 +93,8 @@ class Update:
     """One committed step of one stage.
 
     lineage: of the weights before it. digest: as committed. elements: of the stage's weights. parts: of what lies in
-    `chunks` (uint8), phase by phase; of the raw average if `way` is "alone"; none if it is "none". slice: offset and
-    fp32 weights of the leader that are written before the average is applied.
+    `chunks` (uint8), phase by phase; of the raw average if `way` is "alone"; none if it is "local" or "none".
+    slice: offset and fp32 weights of the leader that are written before the average is applied.
     corrector: hash of the prior by which the average is corrected, or "".
     """
 
@@ -175,6 +177,24 @@ def alone_update(group: Group, contribution: Tensor, *, run: str, stage: int, li
     )
 
 
+def local_update(group: Group, elements: int, *, run: str, stage: int, lineage: str) -> Update:
+    """The update of a local step: no more than that it was committed. elements: of the stage's weights."""
+    total = sum(group.weights)
+    return Update(
+        run=run,
+        stage=stage,
+        step=group.step,
+        lineage=lineage,
+        group=group.id,
+        digest=alone_digest(group.id, group.corrector),
+        way="local" if total else "none",
+        elements=elements,
+        parts=(),
+        total_weight=total,
+        corrector=group.corrector,
+    )
+
+
 def averages_of(update: Update, phases: Sequence[Phase]) -> list[Tensor]:
     """What the members decoded, phase by phase: fp32 [elements] each. phases: of the step, by the stage's compressor;
     ignored for the raw average of a member alone.
@@ -215,7 +235,7 @@ def apply_update(compute: StageCompute, update: Update, correct: Correct | None 
     """
     if update.elements != compute.trainable.numel:
         raise UpdateError(f"{update.elements} elements where this stage has {compute.trainable.numel}")
-    if update.way == "none":
+    if update.way in ("local", "none"):  # the weights that replicas share stay what they are
         compute.clear()
         return None
     compressor = compute.compressor
@@ -225,7 +245,9 @@ def apply_update(compute: StageCompute, update: Update, correct: Correct | None 
     except ValueError as error:
         raise UpdateError(f"the update of step {update.step}: {error}") from error
     try:
-        return take_step(compute, average, update.step, update.slice, correct)
+        return take_step(
+            compute, average, update.step, update.slice, correct if compute.outer is None else None
+        )
     except ValueError:
         return None
 
@@ -358,7 +380,7 @@ def _parse_head(head: dict[str, Any]) -> Update:
     elements = need_count(head, "elements", MAX_ELEMENTS)
     offset = need_count(head, "slice_offset", elements)
     way, parts = _WAYS[need(head, "way", str)], _parse_parts(need(head, "parts", list))
-    if (way == "none") == bool(parts):
+    if (way in ("local", "none")) == bool(parts):
         raise UpdateError(f"{len(parts)} parts of an update that came about as {way!r}")
     if offset + count > elements:
         raise UpdateError(f"a slice of {count} from {offset} on, of {elements} elements")

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from peers.compute import stage_trainable, trainable_of
 from peers.config import UserError
 from peers.limits import LIMITS
-from swarm.gradient.averaging import AveragingConfig
+from swarm.gradient.averaging import AveragingConfig, build_averaging
 from swarm.gradient.compressor import round_bytes
 from swarm.gradient.config import check_combination, compressor_config
-from swarm.gradient.registry import build_compressor
+from swarm.gradient.outer import EveryStepConfig, LocalStepsConfig
 from swarm.gradient.robust import RobustConfig
 from swarm.manifest import RunManifest
 from swarm.optim import OptimizerConfig
@@ -22,18 +22,13 @@ from swarm.optim import OptimizerConfig
 if TYPE_CHECKING:
     from peers.commands.init import RunOptions
 
+OUTER_EVERY = 20
+"""Steps from one average to the next, where the options do not say."""
+
 
 def averaging_config(options: RunOptions, optimizer: OptimizerConfig) -> AveragingConfig:
     """What the rounds of the options average. Raises UserError, also for what an optimizer should not apply."""
-    given: dict[str, Any] = {}
-    for text in options.averaging_options:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise UserError(f"--averaging-options {text!r}: expected NAME=VALUE, as in momentum=0.9")
-        try:
-            given[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"--averaging-options {text!r}: {value!r} is no value") from error
+    given = _named_values("--averaging-options", options.averaging_options)
     for name, chosen in (("ratio", options.averaging_ratio), ("rank", options.averaging_rank)):
         if chosen is not None:
             if name in given:
@@ -51,32 +46,79 @@ def averaging_config(options: RunOptions, optimizer: OptimizerConfig) -> Averagi
         robust = RobustConfig(norm_bound=options.norm_bound, centered_clip=options.centered_clip)
     except ValidationError as error:
         raise UserError(f"--norm-bound, --centered-clip: {_first(error)}") from error
-    return AveragingConfig(compressor=compressor, robust=robust)
+    outer = _outer_config(options)
+    try:
+        return AveragingConfig(compressor=compressor, outer=outer, robust=robust)
+    except ValidationError as error:
+        raise UserError(
+            f"--averaging {options.averaging}, --outer {options.outer}: {_first(error)}"
+        ) from error
+
+
+def _outer_config(options: RunOptions) -> EveryStepConfig | LocalStepsConfig:
+    given = _named_values("--outer-options", options.outer_options)
+    if options.outer == "every_step":
+        if given or options.outer_every is not None:
+            raise UserError(
+                "--outer-every and --outer-options need --outer local_sgd, diloco or streaming_diloco"
+            )
+        return EveryStepConfig()
+    every = options.outer_every if options.outer_every is not None else min(OUTER_EVERY, options.steps)
+    if every > options.steps:
+        raise UserError(
+            f"--outer-every {every}: the run has {options.steps} steps, so nothing would be averaged"
+        )
+    try:
+        return LocalStepsConfig.model_validate({"name": options.outer, "every": every, **given})
+    except ValidationError as error:
+        raise UserError(f"--outer {options.outer}: {_first(error)}") from error
+
+
+def _named_values(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE texts, the values as YAML. Raises UserError naming the option."""
+    given: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"{option} {text!r}: expected NAME=VALUE, as in momentum=0.9")
+        try:
+            given[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"{option} {text!r}: {value!r} is no value") from error
+    return given
 
 
 def check_stages(averaging: AveragingConfig, config: Any, cuts: Sequence[int], freeze: Sequence[str]) -> None:
     """Raise UserError if the compressor cannot be built for a stage. config: the model's, of transformers."""
     for stage in range(len(cuts) + 1):
         try:
-            build_compressor(averaging.compressor, trainable_of(config, cuts, stage, freeze), 0)
+            build_averaging(averaging, trainable_of(config, cuts, stage, freeze), 1, 0)
         except ValueError as error:
             raise UserError(f"--averaging: stage {stage}: {error}") from error
 
 
 def averaging_note(manifest: RunManifest, link_mbps: float) -> str:
-    """What a round moves: of the stage that moves most, what one of two replicas sends, and how long its line takes."""
-    sizes: list[tuple[int, int, int]] = []
+    """What rounds move: of the stage that moves most, what one of two replicas sends, in the mean over the steps, and
+    how long its line takes for it.
+    """
+    averaging = manifest.averaging
+    every = averaging.outer.every if isinstance(averaging.outer, LocalStepsConfig) else 1
+    sizes: list[tuple[int, int, int, int]] = []
     for stage in range(manifest.model.stages):
         trainable = stage_trainable(manifest, stage)
-        compressor = build_compressor(manifest.averaging.compressor, trainable, manifest.seed)
-        # A late step: the first ones of some compressors are larger.
-        phases = compressor.phases(manifest.total_steps)
-        sizes.append((round_bytes(phases, 2, LIMITS.averaging_chunk_elements), stage, trainable.numel))
-    nbytes, stage, numel = max(sizes)
-    if not numel:
+        compressor = build_averaging(averaging, trainable, manifest.total_steps, manifest.seed)
+        # Steps well after the first ones, which of some compressors are larger.
+        rounds = [
+            round_bytes(compressor.phases(step), 2, LIMITS.averaging_chunk_elements)
+            for step in range(1000 * every, 1001 * every)
+        ]
+        sizes.append((sum(rounds) // every, max(rounds), stage, trainable.numel))
+    nbytes, most, stage, numel = max(sizes)
+    if not numel or not nbytes:
         return "averaging: nothing is trained"
+    when = "a round" if every == 1 else f"a step, in the mean over {every} (at most {most / 1e6:.2f} MB),"
     return (
-        f"averaging: a round sends {nbytes / 1e6:.2f} MB of stage {stage} from each of two replicas "
+        f"averaging: {when} sends {nbytes / 1e6:.2f} MB of stage {stage} from each of two replicas "
         f"({2 * numel / nbytes:.1f}x less than bf16, {4 * numel / nbytes:.1f}x less than fp32), "
         f"{8 * nbytes / (link_mbps * 1e6):.2f} s at {link_mbps:g} Mbit/s (--averaging)"
     )

@@ -145,6 +145,16 @@ class RunOptions(CommandOptions):
     averaging_options: tuple[str, ...] = ()
     """More of the compressor's options, as NAME=VALUE: error_feedback=false, momentum=0.9 (dgc), block=64 (int8)..."""
 
+    outer: Literal["every_step", "local_sgd", "diloco", "streaming_diloco"] = "every_step"
+    """When replicas average. every_step: gradients, at every step. local_sgd: their weights, every so many steps of
+    their own. diloco: the same with an outer optimizer. streaming_diloco: a fragment of the stage at a time."""
+
+    outer_every: int | None = None
+    """local_sgd, diloco, streaming_diloco: steps from one average of a weight to the next; 20 without it."""
+
+    outer_options: tuple[str, ...] = ()
+    """More of the outer loop's options, as NAME=VALUE: learning_rate=0.7, momentum=0.9, fragments=4, keep_local=0.5."""
+
     norm_bound: float | None = 10.0
     """A replica's part is left out if its norm is over so many times the median of three or more; none takes any."""
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
+from swarm.gradient.compressor import Compressor
 from swarm.gradient.config import CompressorConfig, compressor_config
+from swarm.gradient.outer import (
+    EveryStepConfig,
+    FragmentCompressor,
+    LocalSteps,
+    LocalStepsConfig,
+    OuterConfig,
+)
+from swarm.gradient.registry import build_compressor
 from swarm.gradient.robust import RobustConfig
+from swarm.model.trainable import TrainableSet
 
 
 class AveragingConfig(BaseModel):
@@ -14,4 +25,32 @@ class AveragingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     compressor: CompressorConfig = Field(default=compressor_config("fp16"), description="what is averaged")
+    outer: OuterConfig = Field(default=EveryStepConfig(), description="when, and what becomes of the average")
     robust: RobustConfig = Field(default=RobustConfig(), description="which members' parts count")
+
+    @model_validator(mode="after")
+    def _outer_suits_the_compressor(self) -> AveragingConfig:
+        if isinstance(self.outer, LocalStepsConfig) and self.compressor.name in ("dgc", "scape"):
+            raise ValueError(
+                f"{self.compressor.name} accumulates gradients, and {self.outer.name} averages how far replicas have "
+                "come: choose topk, or average every step"
+            )
+        return self
+
+
+def build_averaging(
+    config: AveragingConfig, trainable: TrainableSet, total_steps: int, run_seed: int
+) -> Compressor:
+    """What a stage's replicas average: the compressor, of each fragment where there is an outer loop."""
+    if isinstance(config.outer, LocalStepsConfig):
+        return FragmentCompressor(config.compressor, config.outer, trainable, total_steps, run_seed)
+    return build_compressor(config.compressor, trainable, run_seed)
+
+
+def build_outer(
+    config: AveragingConfig, trainable: TrainableSet, total_steps: int, weights: Tensor
+) -> LocalSteps | None:
+    """The outer loop of a stage that begins from these weights (fp32 [numel]); None if every step averages."""
+    if isinstance(config.outer, LocalStepsConfig):
+        return LocalSteps(config.outer, trainable, total_steps, weights)
+    return None

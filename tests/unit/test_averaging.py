@@ -50,6 +50,10 @@ class Owner:
         """See RoundsOwner."""
         self.done.append(("attempt", True))
 
+    def own_tokens(self) -> int:
+        """See RoundsOwner."""
+        return 2
+
     def seal(self, step: int) -> None:
         """See RoundsOwner."""
         self.done.append(("seal", step))
@@ -66,7 +70,9 @@ def averaging(tasks: asyncio.TaskGroup, owner: Owner, stage: int = 0) -> Averagi
     return Averaging(
         core=core,
         compute=SimpleNamespace(
-            trainable=SimpleNamespace(numel=8), compressor=PlainCompressor(8, FloatChunk("fp32"), False)
+            trainable=SimpleNamespace(numel=8),
+            outer=None,
+            compressor=PlainCompressor(8, FloatChunk("fp32"), False),
         ),
         engine=Engine(),
         links=SimpleNamespace(me=ME, get=lambda peer: None),  # type: ignore[arg-type]

@@ -12,9 +12,10 @@ from peers.commands.init import RunOptions
 from peers.config import UserError
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import DGCConfig, PlainConfig, PowerSGDConfig
+from swarm.gradient.outer import EveryStepConfig, LocalStepsConfig
 from swarm.optim import OptimizerConfig
 
-OPTIONS = RunOptions(model="m", stages=2)
+OPTIONS = RunOptions(model="m", stages=2, steps=100)
 ADAMW = OptimizerConfig()
 
 
@@ -51,12 +52,27 @@ def test_ratio_and_rank_go_to_the_compressor() -> None:
         ({"averaging": "topk", "averaging_ratio": 0.1, "averaging_options": ("ratio=0.2",)}, "twice"),
         ({"averaging": "dgc"}, "--averaging dgc, --optimizer adamw: dgc"),
         ({"norm_bound": 0.5}, "norm_bound 0.5"),
+        ({"outer_every": 5}, "need --outer"),
+        ({"outer": "diloco", "outer_every": 101}, "the run has 100 steps"),
+        ({"outer": "diloco", "outer_options": ("fragments=2",)}, "belong to streaming_diloco"),
+        ({"outer": "diloco", "outer_options": ("inner=2",)}, "inner 2"),
         ({"centered_clip": -1.0}, "centered_clip -1.0"),
     ],
 )
 def test_what_cannot_be_is_refused_by_option_and_value(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         config(**options)
+
+
+def test_an_outer_loop_has_its_names_defaults() -> None:
+    assert isinstance(config().outer, EveryStepConfig)
+    assert config(outer="diloco").outer == LocalStepsConfig(
+        name="diloco", every=20, learning_rate=0.7, momentum=0.9
+    )
+    outer = config(
+        outer="streaming_diloco", outer_every=8, outer_options=("fragments=2", "momentum=0.5")
+    ).outer
+    assert (outer.every, outer.fragments, outer.momentum) == (8, 2, 0.5)  # type: ignore[union-attr]
 
 
 def test_an_unknown_compressor_in_a_manifest_lists_the_known_ones() -> None:

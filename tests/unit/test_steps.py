@@ -68,6 +68,7 @@ class World:
         self.steps.averaging = SimpleNamespace(  # type: ignore[assignment]
             core=SimpleNamespace(lineage="line", leader="other", present=[ME]),
             sketch="",
+            work=SimpleNamespace(weight=lambda step, tokens: tokens),
             on_ready=self.reported.append,
             on_unready=self.unready.append,
         )
