@@ -74,7 +74,7 @@ def aggregate(parts: Mapping[int, Tensor], weights: Sequence[int], config: Robus
 
 
 def centered_clip(parts: Mapping[int, Tensor], weights: Sequence[int], radius: float) -> Tensor:
-    """CenteredClip (Karimireddy et al. 2021; Gorbunov et al. 2021), weighted: from the coordinates' median on,
+    """CenteredClip (Karimireddy, He, Jaggi, arXiv 2012.10333), weighted: from the coordinates' median on,
 
         v <- v + sum_i w_i (x_i - v) min(1, tau / ||x_i - v||) / sum_i w_i
 
