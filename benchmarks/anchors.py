@@ -4,8 +4,9 @@
     python benchmarks/anchors.py --steps 500 --rounds 0     the traffic of 500 steps (about ten minutes)
 
 Real processes on loopback whose stages wait instead of computing (--microseconds-per-token), so that the machine
-is free for what is measured; the anchor computes for real, at idle priority, since it would be a machine of its own
-(on a few cores the codecs of all peers and the anchor's fits would wait for each other). Stage peers pull priors as
+is free for what is measured; the anchor computes for real. Where step times are compared it does so at idle priority,
+since it would be a machine of its own (on a few cores the codecs of all peers and the anchor's fits would wait for each
+other). Stage peers pull priors as
 the run's snapshots make them. Runs with and without the anchor take turns. Reports, as JSON:
 
   step_time_ratio     median step with the anchor / without it (medians of all rounds)
@@ -100,7 +101,9 @@ def train(swarm: Swarm, arguments: argparse.Namespace, key: Path | None) -> dict
     ]
     swarm.seed()
     if key is not None:
-        give_way(swarm.join(None, "anchor", is_anchor=True, identity=key).pid)
+        anchor = swarm.join(None, "anchor", is_anchor=True, identity=key)
+        if arguments.rounds:
+            give_way(anchor.pid)
     for name in names:
         swarm.join(
             int(name.partition("-")[0]),
