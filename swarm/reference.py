@@ -119,7 +119,7 @@ class ReferenceTrainer:
         if any(batch.loss_tokens for batch in batches):
             if self.corrector is not None:
                 self.corrector(self.gradients, step)
-            self._apply(step)
+            self.apply(step)
         return loss
 
     def accumulate(self, batches: Sequence[Batch], step: int | None) -> float:
@@ -184,8 +184,11 @@ class ReferenceTrainer:
             reduction="sum",
         )
 
-    def _apply(self, step: int) -> None:
-        """Clip every stage's gradient to clip / sqrt(P), step the optimizer, refresh the compute weights."""
+    def apply(self, step: int) -> None:
+        """Take the optimizer step on `gradients`: clip every stage's to clip / sqrt(P), step, refresh the weights used.
+
+        Raises ValueError, leaving the weights as they were, for a gradient that is not finite.
+        """
         norms: list[Tensor] = []
         for stage in range(self._stages):
             own = [gradient for name, gradient in self.gradients.items() if self._stage_of[name] == stage]
