@@ -5,9 +5,9 @@
 
 Real processes on loopback whose stages wait instead of computing (--microseconds-per-token), so that the machine
 is free for what is measured; the anchor computes for real. Where step times are compared it does so at idle priority,
-since it would be a machine of its own (on a few cores the codecs of all peers and the anchor's fits would wait for each
-other). Stage peers pull priors as
-the run's snapshots make them. Runs with and without the anchor take turns. Reports, as JSON:
+since it would be a machine of its own (on a few cores the codecs of all peers and the anchor's fits would wait for
+each other). Stage peers pull priors as the run's snapshots make them. Runs with and without the anchor take turns.
+Reports, as JSON:
 
   step_time_ratio     median step with the anchor / without it (medians of all rounds)
   waited_share        seconds in which a plan named a prior that a peer did not hold / seconds trained, worst peer

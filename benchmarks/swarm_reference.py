@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tests.kit.swarm import Swarm
 
 MOST_WAITED = 0.05
+CACHE = Path("~/.cache/swarm-peer/quality")
 
 
 def parse() -> argparse.Namespace:
@@ -38,7 +39,8 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m", help="what init takes, or tiny for a random one")
-    parser.add_argument("--data", default="stdlib", help="what init takes")
+    parser.add_argument("--data", default="manpages-de", help="a domain of benchmarks.quality, or what init takes")
+    parser.add_argument("--data-cache", type=Path, default=CACHE, help="folder for a domain's texts")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
@@ -201,9 +203,14 @@ def make(swarm: Swarm, arguments: argparse.Namespace) -> Path:
     key = swarm.folder / "anchor.key"
     identity = Identity.load_or_create(key)
     identity.close()
-    options: dict[str, Any] = (
-        {} if arguments.model == "tiny" else {"model": arguments.model, "data": arguments.data}
-    )
+    from benchmarks.quality.domains import DOMAINS, domain_source
+
+    options: dict[str, Any] = {}
+    if arguments.model != "tiny":
+        data = arguments.data
+        if data in DOMAINS:
+            data = domain_source(data, arguments.data_cache.expanduser())
+        options = {"model": arguments.model, "data": data}
     if arguments.model == "tiny":
         options["layers"] = 2 * arguments.stages
     if arguments.prediction is not None:
