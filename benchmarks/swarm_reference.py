@@ -39,7 +39,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m", help="what init takes, or tiny for a random one")
-    parser.add_argument("--data", default="manpages-de", help="a domain of benchmarks.quality, or what init takes")
+    parser.add_argument(
+        "--data", default="manpages-de", help="a domain of benchmarks.quality, or what init takes"
+    )
     parser.add_argument("--data-cache", type=Path, default=CACHE, help="folder for a domain's texts")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--replicas", type=int, default=2)
