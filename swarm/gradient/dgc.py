@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from swarm.gradient.compressor import Averaged, Phase
 from swarm.gradient.state import (
     CompressorState,
     SinglePhase,
+    StatefulCompressor,
     contribution,
     is_finite,
     left_over,
@@ -32,7 +33,7 @@ def warmup_ratios(ratio: float) -> tuple[float, ...]:
     return tuple(found)
 
 
-class DGCCompressor:
+class DGCCompressor(StatefulCompressor):
     """g is clipped to the norm `local_clip`, if there is one; u = mu u + w g;  v = v + u  (momentum correction, in
     sums over the w tokens of g);  g_hat = butterfly(v / w) with top-k;  u = 0 where sent (momentum factor masking);
     v = w (v / w - counted + owed), which is zero where it was sent but for rounding.
@@ -89,15 +90,3 @@ class DGCCompressor:
         if is_finite(average):
             self._state.move(self._state.version)
         return average.clone()
-
-    def common_state(self) -> Mapping[str, Tensor]:
-        """See Compressor."""
-        return self._state.snapshot()
-
-    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
-        """See Compressor."""
-        self._state.load(state)
-
-    def digest(self) -> str:
-        """See Compressor."""
-        return self._state.digest()

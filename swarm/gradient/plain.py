@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from swarm.gradient.compressor import Averaged, Phase
 from swarm.gradient.state import (
     CompressorState,
     SinglePhase,
+    StatefulCompressor,
     contribution,
     is_finite,
     left_over,
@@ -20,7 +21,7 @@ from swarm.gradient.state import (
 )
 
 
-class PlainCompressor:
+class PlainCompressor(StatefulCompressor):
     """a = g + e / w;  g_hat = butterfly(a);  e = w (a - counted + owed)  (error feedback, arXiv 1901.09847, over both
     codings), with w tokens in g.
 
@@ -58,15 +59,3 @@ class PlainCompressor:
         if is_finite(average):
             self._state.move(self._state.version)
         return average.clone()
-
-    def common_state(self) -> Mapping[str, Tensor]:
-        """See Compressor."""
-        return self._state.snapshot()
-
-    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
-        """See Compressor."""
-        self._state.load(state)
-
-    def digest(self) -> str:
-        """See Compressor."""
-        return self._state.digest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,15 @@ from swarm.gradient.chunk import ChunkCodec
 from swarm.gradient.compressor import Averaged, Phase
 from swarm.gradient.portable import exact_product, filled_basis, orthonormal
 from swarm.gradient.select import uniform
-from swarm.gradient.state import CompressorState, check_sizes, contribution, is_finite, left_over, mean_of
+from swarm.gradient.state import (
+    CompressorState,
+    StatefulCompressor,
+    check_sizes,
+    contribution,
+    is_finite,
+    left_over,
+    mean_of,
+)
 from swarm.model.trainable import TrainableSet
 
 
@@ -92,7 +100,7 @@ def rank_for_ratio(trainable: TrainableSet, ratio: float, min_compression: float
     return rank
 
 
-class PowerSGDCompressor:
+class PowerSGDCompressor(StatefulCompressor):
     """Per matrix, with A = G + E / w for w tokens in G:  P = A Q;  P_hat = orthonormal(average P);
     Q' = A^T P_hat;  Q = average Q';  G_hat = P_hat Q^T;  E = w (A - G_hat);  the next step starts from Q (warm start).
 
@@ -138,18 +146,6 @@ class PowerSGDCompressor:
         if is_finite(result):
             self.settle(self._state.version, averages, None)
         return result
-
-    def common_state(self) -> Mapping[str, Tensor]:
-        """See Compressor."""
-        return self._state.snapshot()
-
-    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
-        """See Compressor."""
-        self._state.load(state)
-
-    def digest(self) -> str:
-        """See Compressor."""
-        return self._state.digest()
 
     # -- parts of a round ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from swarm.gradient.select import kept, strata
 from swarm.gradient.state import (
     CompressorState,
     SinglePhase,
+    StatefulCompressor,
     contribution,
     is_finite,
     left_over,
@@ -21,7 +22,7 @@ from swarm.gradient.state import (
 )
 
 
-class RandomKCompressor:
+class RandomKCompressor(StatefulCompressor):
     """a = g + e / w;  S(step) = k random coordinates;  g_hat[S] = butterfly(a[S]), zero elsewhere;  e = w a, with
     e[S] = w (a[S] - counted + owed)  (random-k with memory, arXiv 1809.07599), with w tokens in g.
 
@@ -71,18 +72,6 @@ class RandomKCompressor:
         if is_finite(result):
             self._state.move(self._state.version)
         return result
-
-    def common_state(self) -> Mapping[str, Tensor]:
-        """See Compressor."""
-        return self._state.snapshot()
-
-    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
-        """See Compressor."""
-        self._state.load(state)
-
-    def digest(self) -> str:
-        """See Compressor."""
-        return self._state.digest()
 
     def _drawn(self, step: int) -> tuple[Tensor, Tensor]:
         return strata(self._numel, self._count, "random-k", self._seed, step)

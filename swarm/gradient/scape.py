@@ -7,7 +7,7 @@ mask needs no traffic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from swarm.gradient.select import kept, largest, strata
 from swarm.gradient.state import (
     CompressorState,
     SinglePhase,
+    StatefulCompressor,
     contribution,
     is_finite,
     left_over,
@@ -29,7 +30,7 @@ _SMALLEST = 1e-30
 """Moments below it become zero, before they reach fp32's subnormals, which some machines flush."""
 
 
-class ScapeCompressor:
+class ScapeCompressor(StatefulCompressor):
     """a = g + e / w;  g_hat[S_t] = butterfly(a[S_t]), zero elsewhere;  e = w a, with
     e[S_t] = w (a[S_t] - counted + owed), with w tokens in g;
     m_t = beta m_{t-1} + (1 - beta) g_hat;  S_{t+1} = coordinates of largest |m_t| (ties to the lowest index).
@@ -96,18 +97,6 @@ class ScapeCompressor:
         if is_finite(result):
             self._state.move(self._state.version, {"moment": self._moved(result)})
         return result
-
-    def common_state(self) -> Mapping[str, Tensor]:
-        """See Compressor."""
-        return self._state.snapshot()
-
-    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
-        """See Compressor."""
-        self._state.load(state)
-
-    def digest(self) -> str:
-        """See Compressor."""
-        return self._state.digest()
 
     def support(self, step: int) -> Tensor | None:
         """Coordinates of a step's average: int64 [k], ascending; None for all. Computed once per step and state."""

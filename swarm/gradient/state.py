@@ -79,6 +79,24 @@ class CompressorState:
         return found.hexdigest()
 
 
+class StatefulCompressor:
+    """What all compressors with a `CompressorState` share."""
+
+    _state: CompressorState
+
+    def common_state(self) -> Mapping[str, Tensor]:
+        """See Compressor."""
+        return self._state.snapshot()
+
+    def load_common_state(self, state: Mapping[str, Tensor]) -> None:
+        """See Compressor."""
+        self._state.load(state)
+
+    def digest(self) -> str:
+        """See Compressor."""
+        return self._state.digest()
+
+
 class SinglePhase:
     """A compression of one phase.
 

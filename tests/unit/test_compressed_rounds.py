@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from swarm.gradient.config import compressor_config
 from swarm.gradient.registry import build_compressor
 from swarm.gradient.simulate import average_group
 from swarm.model.trainable import TrainableSet
+from tests.kit.members import running_engine
 from tests.kit.mesh import Mesh
 
 CHUNK, SEED = 96, 11
@@ -62,12 +62,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = Engine()
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    yield engine
-    engine.stop()
-    thread.join()
+    with running_engine() as engine:
+        yield engine
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -118,13 +114,20 @@ class Compressed(Mesh):
         return await self.exchanges[name].run(self.compressions[name])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_spoiled", [False, True], ids=["", "spoiled"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_members_hold_what_one_process_computes_bit_for_bit(engine: Engine, name: str) -> None:
+def test_members_hold_what_one_process_computes_bit_for_bit(
+    engine: Engine, name: str, is_spoiled: bool
+) -> None:
+    """Also if one member has values that are not finite, which do not count."""
+
     async def scenario() -> None:
         real, simulated = [build(name) for _ in WEIGHTS], [build(name) for _ in WEIGHTS]
         joiner = build(name)
         for step in range(4):
             vectors = gradients(step)
+            if is_spoiled and step == 1:
+                vectors[3][10:30] = float("nan")
             mesh = Compressed(engine, real, step, vectors)
             results = await mesh.run()
             assert not mesh.refused and all(isinstance(result, tuple) for result in results.values()), results

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from peers.frames import Frame, FrameError, Kind
 from peers.limits import LIMITS
 from swarm.gradient.split import Split
 from swarm.gradient.values import ValueFormat, decode_values, encode_values
+from tests.kit.members import running_engine
 from tests.kit.mesh import Mesh, Wire, contributions
 
 CHUNK = 16
@@ -33,12 +33,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = Engine()
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    yield engine
-    engine.stop()
-    thread.join()
+    with running_engine() as engine:
+        yield engine
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from peers.limits import LIMITS
 from swarm.gradient.chunk import FloatChunk
 from swarm.gradient.plain import PlainCompressor
 from swarm.gradient.values import decode_values
+from tests.kit.members import running_engine
 from tests.kit.mesh import Mesh, contributions
 
 CHUNK = 16
@@ -35,12 +35,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = Engine()
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    yield engine
-    engine.stop()
-    thread.join()
+    with running_engine() as engine:
+        yield engine
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
