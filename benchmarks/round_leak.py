@@ -31,6 +31,7 @@ import torch
 import uvloop
 
 import peers.averaging
+from peers.butterfly import Butterfly
 from peers.exchange import Exchange
 from peers.frames import Frame
 from peers.round_messages import Group
@@ -48,15 +49,20 @@ class Withholding(Exchange):
     deadline_s = 0.15
 
     def __init__(self, group: Group, *arguments: Any, **options: Any) -> None:
-        self._is_doomed = group.attempt % 2 == 1
-        if self._is_doomed:
+        is_doomed = group.attempt % 2 == 1
+        if is_doomed:
             options["deadline_s"] = self.deadline_s
         super().__init__(group, *arguments, **options)
+        if is_doomed and group.step % len(group.members) == self._me:
+            for butterfly in self.butterflies:
+                butterfly._send_parts = self._withhold  # type: ignore[method-assign]
 
-    async def _send_parts(self, member: int) -> None:
-        if self._is_doomed and self.group.step % len(self.group.members) == self._me:
-            await asyncio.Event().wait()
-        await super()._send_parts(member)
+    async def _withhold(self, member: int) -> None:
+        await asyncio.Event().wait()
+
+
+ROUNDS = ("Exchange.", "Butterfly.", "Withholding.", "RoundWork.", "Averaging.", "Engine.")
+"""Whose coroutines make a round."""
 
 
 @dataclass
@@ -84,10 +90,10 @@ def census() -> Counter[str]:
     found: Counter[str] = Counter(tasks=0, exchanges=0, frames=0, tensors=0)
     for task in asyncio.all_tasks():
         name = getattr(task.get_coro(), "__qualname__", "")
-        found["tasks"] += name.startswith(("Exchange.", "Withholding.", "Averaging.", "Engine."))
+        found["tasks"] += name.startswith(ROUNDS)
     for thing in gc.get_objects():
         kind = type(thing)  # not isinstance: some modules' objects say something aloud when they are asked
-        found["exchanges"] += issubclass(kind, Exchange)
+        found["exchanges"] += issubclass(kind, Exchange | Butterfly)
         found["frames"] += kind is Frame
         found["tensors"] += kind is torch.Tensor
     return found
