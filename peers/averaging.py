@@ -34,7 +34,7 @@ from peers.round_messages import (
     parse_failure,
     parse_group,
 )
-from peers.round_work import Average, RoundWork
+from peers.round_work import Average, RoundWork, StepSizes
 from peers.update_log import UpdateLog
 from swarm.gradient.robust import RobustConfig
 from swarm.plan import seeded_order
@@ -122,13 +122,14 @@ class Averaging:
         updates: UpdateLog,
         run_id: str,
         robust: RobustConfig,
+        sizes: StepSizes,
         owner: RoundsOwner,
         corrections: Corrections,
     ) -> None:
         self.core = core
         self.sketch = self.corrected_by = ""
         self._updates, self._corrections = updates, corrections
-        self.work = RoundWork(compute, engine, corrections, run_id, core.stage, core.me)
+        self.work = RoundWork(compute, engine, corrections, sizes, run_id, core.stage, core.me)
         self._compute, self._engine, self._robust = compute, engine, robust
         self._links, self._questions, self._tasks, self._owner = links, questions, tasks, owner
         self._exchange: Exchange | None = None
@@ -155,7 +156,11 @@ class Averaging:
             case Kind.PART | Kind.AVERAGE | Kind.SLICE:
                 self._on_tensor(peer, frame)
             case Kind.ARRIVE:
-                self.run(self.core.on_arrive(peer, parse_arrival(frame.header), now))
+                arrival = parse_arrival(frame.header)
+                most = self.work.most_weight(arrival.step, len(arrival.keys))
+                if arrival.weight > most:
+                    raise FrameError("weight", f"{arrival.weight} for work of at most {most} tokens")
+                self.run(self.core.on_arrive(peer, arrival, now))
             case Kind.GROUP:
                 self.run(self.core.on_group(peer, parse_group(frame.header, peer), now))
             case Kind.DIGEST:

@@ -42,20 +42,29 @@ class Average:
     compression: Compression | None
 
 
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Most tokens of a microbatch, and of a step."""
+
+    microbatch: int
+    step: int
+
+
 class RoundWork:
-    """See the module."""
+    """See the module. sizes: what bounds a member's weight."""
 
     def __init__(
         self,
         compute: StageCompute,
         engine: Engine,
         corrections: Corrections,
+        sizes: StepSizes,
         run_id: str,
         stage: int,
         me: str,
     ) -> None:
         self._compute, self._engine, self._corrections = compute, engine, corrections
-        self._run_id, self._stage, self._me = run_id, stage, me
+        self._run_id, self._stage, self._me, self._sizes = run_id, stage, me, sizes
         outer = compute.outer
         self._recent: deque[int] = deque(maxlen=outer.config.every - 1 if outer is not None else 0)
 
@@ -71,6 +80,13 @@ class RoundWork:
         if self._compute.outer is None or self.is_local(step):
             return tokens
         return tokens + sum(self._recent)
+
+    def most_weight(self, step: int, microbatches: int) -> int:
+        """What a member with so many microbatches of a step can weigh at most, by the run's own sizes."""
+        own, outer = microbatches * self._sizes.microbatch, self._compute.outer
+        if outer is None or self.is_local(step):
+            return own
+        return own + (outer.config.every - 1) * self._sizes.step
 
     def slice_span(self, step: int) -> tuple[int, int]:
         """The leader's weights that go along: their share is of what the round moves, as values of two bytes."""

@@ -31,6 +31,7 @@ from peers.progress import Progress
 from peers.questions import Questions
 from peers.recovery import Recovery
 from peers.round_messages import Commit, CompactKey, compact, parse_commit
+from peers.round_work import StepSizes
 from peers.rounds import Phase, RoundCore
 from peers.run_files import RunFiles
 from peers.stage import StageWorker
@@ -121,6 +122,9 @@ class Trainer:
             core=core,
             compute=compute,
             robust=manifest.averaging.robust,
+            sizes=StepSizes(
+                manifest.tokens_per_microbatch, manifest.samples_per_step * manifest.data.sequence_length
+            ),
             engine=engine,
             links=links,
             questions=self._questions,

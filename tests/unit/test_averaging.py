@@ -16,6 +16,7 @@ from peers.engine import Engine
 from peers.frames import Frame, FrameError, Kind
 from peers.questions import Questions
 from peers.round_messages import Arrival, Commit, Group, compact
+from peers.round_work import StepSizes
 from swarm.anchor.config import NoCorrectorConfig
 from swarm.gradient.chunk import FloatChunk
 from swarm.gradient.plain import PlainCompressor
@@ -81,6 +82,7 @@ def averaging(tasks: asyncio.TaskGroup, owner: Owner, stage: int = 0) -> Averagi
         updates=None,  # type: ignore[arg-type]
         run_id="run",
         robust=RobustConfig(),
+        sizes=StepSizes(microbatch=4, step=8),
         owner=owner,  # type: ignore[arg-type]
         corrections=Corrections(NoCorrectorConfig(), stage, TrainableSet.of({}), "cpu"),
     )
@@ -162,6 +164,20 @@ def test_an_early_frame_that_does_not_fit_its_group_stops_nothing() -> None:
         group = Group("g", 0, 1, OTHER, (OTHER, ME), (1, 2), ("", ""), PLAN.digest())
         shell.run([rounds.Exchange(group, 1.0)])
         assert shell._exchange is not None
+
+    run(scenario)
+
+
+def test_a_weight_beyond_the_work_behind_it_is_refused() -> None:
+    async def scenario(tasks: asyncio.TaskGroup) -> None:
+        shell = averaging(tasks, Owner())
+        for weight, is_fine in ((4 * len(KEYS), True), (4 * len(KEYS) + 1, False), (-1, False)):
+            frame = Frame(Kind.ARRIVE, Arrival(0, PLAN.digest(), KEYS, weight).header())
+            if is_fine:
+                shell.on_frame(OTHER, frame)
+            else:
+                with pytest.raises(FrameError):
+                    shell.on_frame(OTHER, frame)
 
     run(scenario)
 

@@ -18,7 +18,7 @@ from peers.corrections import Corrections
 from peers.engine import Engine
 from peers.exchange import Exchange
 from peers.round_messages import Commit, Group
-from peers.round_work import Average, RoundWork
+from peers.round_work import Average, RoundWork, StepSizes
 from peers.updates import Update, apply_update, read_update, write_update
 from swarm.anchor.config import NoCorrectorConfig
 from swarm.gradient.averaging import AveragingConfig
@@ -55,6 +55,7 @@ class Replicas:
                 compute,
                 engine,
                 Corrections(NoCorrectorConfig(), 0, compute.trainable, "cpu"),
+                StepSizes(microbatch=8, step=8),
                 manifest.run_id,
                 0,
                 name,
