@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from peers.compute import Correct, StageCompute, take_step
+from peers.compute import Correct, StageCompute, bytes_per_step, take_step
 from peers.corrections import Corrections
 from peers.engine import Engine, JobPriority
 from peers.exchange import Exchange, alone_digest
@@ -66,6 +66,9 @@ class RoundWork:
         self._compute, self._engine, self._corrections = compute, engine, corrections
         self._run_id, self._stage, self._me, self._sizes = run_id, stage, me, sizes
         outer = compute.outer
+        moved = bytes_per_step(compute.compressor, outer.config.every if outer is not None else 1)
+        self.compression = 2 * compute.trainable.numel / moved if moved else 0.0
+        """Bytes of the weights as bf16 over those of an average, in the mean over steps; 0 if nothing is averaged."""
         self._recent: deque[int] = deque(maxlen=outer.config.every - 1 if outer is not None else 0)
 
     def is_local(self, step: int) -> bool:

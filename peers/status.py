@@ -133,6 +133,7 @@ class StatusBoard:
             metrics.gradient_norm.set(trainer.progress.gradient_norm)
         if status["priors"] is not None:
             self._prior_metrics(metrics, status["priors"], trainer.version)
+        metrics.compression("averaging", trainer.averaging.work.compression)
         outcomes = trainer.averaging.outcomes
         for _ in range(int(self._grown("committed", outcomes["committed"]))):
             metrics.round("committed", trainer.averaging.seconds)
