@@ -134,6 +134,11 @@ class Butterfly:
                 if self._jobs is not None and not self._missing(chunk):
                     self._spawn(self._reduce(chunk))
             raise FrameError("size", f"{frame.payload_bytes} bytes for a chunk of {expected}")
+        if frame.kind is Kind.PART:
+            if self.split.reducer(chunk) != self._me or sender not in self._contributors:
+                raise FrameError("range", f"chunk {chunk} is not reduced here")
+        elif self.split.reducer(chunk) != sender:
+            raise FrameError("range", f"chunk {chunk} is not this member's")
         if self._jobs is None or self._done.done():
             # `run` has not begun (or has ended, and nothing matters); a chunk is kept once from each member.
             if not self._done.done():
@@ -159,16 +164,14 @@ class Butterfly:
     def _on_chunk(self, sender: int, chunk: int, frame: Frame) -> None:
         data = torch.frombuffer(frame.data(), dtype=torch.uint8)
         if frame.kind is Kind.PART:
-            if self.split.reducer(chunk) != self._me or sender not in self._contributors:
-                raise FrameError("range", f"chunk {chunk} is not reduced here")
             if not self._expects(sender, chunk):
                 return  # a repeat
             self._parts.setdefault(chunk, {})[sender] = data
             if not self._missing(chunk):
                 self._spawn(self._reduce(chunk))
             return
-        if self.split.reducer(chunk) != sender or chunk in self._hashes:
-            raise FrameError("range", f"chunk {chunk} is not this member's, or came twice")
+        if chunk in self._hashes:
+            raise FrameError("range", f"the average of chunk {chunk} came twice")
         self._spawn(self._take(chunk, data, self._refused_in(frame)))
 
     def _expects(self, sender: int, chunk: int) -> bool:
