@@ -264,7 +264,8 @@ class Butterfly:
         if contributes and not self.phase.needs_residual:
             decoded[self._me] = self._vector[span]
         if not decoded:
-            raise ExchangeError("schema", f"no part of chunk {chunk} can be decoded")
+            suspects = tuple(self._group.members[member] for member in refused)
+            raise ExchangeError("schema", f"no part of chunk {chunk} can be decoded", suspects)
         refused |= screen(decoded, self._group.weights, self._robust)
         weights = [0 if member in refused else weight for member, weight in enumerate(self._group.weights)]
         counted = {member: part for member, part in decoded.items() if member not in refused}

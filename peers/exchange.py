@@ -115,9 +115,10 @@ class Exchange:
             if rest is not None or known is None:
                 raise
             first = _first_of(known)
+            if isinstance(first, ExchangeError):
+                raise ExchangeError(first.reason, str(first), first.suspects) from group
             reason = "schema" if isinstance(first, ValueError) else "disconnected"
-            suspects = first.suspects if isinstance(first, ExchangeError) else ()
-            raise ExchangeError(reason, str(first), suspects) from group
+            raise ExchangeError(reason, str(first)) from group
         if self._pieces:
             values = torch.cat([self._slices[offset] for offset, _ in self._pieces])
             self.slice = (self._pieces[0][0], values)

@@ -19,7 +19,7 @@ from torch import Tensor
 from peers.compute import Correct, StageCompute, bytes_per_step, take_step
 from peers.corrections import Corrections
 from peers.engine import Engine, JobPriority
-from peers.exchange import Exchange, alone_digest
+from peers.exchange import Exchange, ExchangeError, alone_digest
 from peers.round_messages import Commit, Group
 from peers.updates import Update, alone_update, exchanged_update, local_update
 from swarm.gradient.compressor import Compression
@@ -157,6 +157,10 @@ class RoundWork:
         compute = self._compute
         if compute.outer is None:
             return await self._submit(compute.contribution, weight)
+        if not self._corrections.holds(group.corrector):  # it was let go of since this member reported it
+            raise ExchangeError(
+                "schema", f"the corrector's prior {group.corrector[:12]} is not here any more"
+            )
         correct = self._corrections.of(group.corrector) if tokens else None
         return await self._submit(compute.difference, tokens, group.step, correct)
 

@@ -249,7 +249,7 @@ def test_average_with_an_impossible_scale_fails_no_more_than_the_attempt(engine:
         results = await Mesh(engine, contributions(2, 4 * CHUNK), [1, 1], "fp16", tamper=tamper).run()
         victim = results["peer-0"]
         assert isinstance(victim, ExchangeError), repr(victim)
-        assert victim.suspects == ("peer-1",)
+        assert (victim.reason, victim.suspects) == ("schema", ("peer-1",))
 
     run(scenario())
 
@@ -286,6 +286,22 @@ def test_a_part_that_cannot_count_is_left_out_and_its_sender_is_told(engine: Eng
             assert mesh.exchanges[name].refused == {("peer-1", reasons[attack]): 2}
         assert mesh.exchanges["peer-1"].refused == {} and mesh.exchanges["peer-1"].refused_own == 6
         assert len(mesh.refused) == (6 if attack == "size" else 0)  # an offence besides
+
+    run(scenario())
+
+
+def test_a_chunk_of_which_nothing_can_be_decoded_names_who_sent_it(engine: Engine) -> None:
+    """Its reducer has no weight, so the one part that it gets is all there is."""
+
+    def tamper(source: str, target: str, sent: Kind, data: bytearray) -> None:
+        if sent is Kind.PART:
+            data[:4] = b"\xff\xff\xff\x7f"
+
+    async def scenario() -> None:
+        results = await Mesh(engine, contributions(2, 4 * CHUNK), [0, 1], "fp16", tamper=tamper).run()
+        failure = results["peer-0"]
+        assert isinstance(failure, ExchangeError), repr(failure)
+        assert (failure.reason, failure.suspects) == ("schema", ("peer-1",))
 
     run(scenario())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from peers.compute import StageCompute
 from peers.corrections import Corrections
 from peers.engine import Engine
-from peers.exchange import Exchange
+from peers.exchange import Exchange, ExchangeError
 from peers.round_messages import Commit, Group
 from peers.round_work import Average, RoundWork, StepSizes
 from peers.updates import Update, apply_update, read_update, write_update
@@ -191,6 +191,13 @@ def test_attempts_that_fail_leave_no_trace(engine: Engine, tmp_path: Path) -> No
         assert calm.computes[name].compressor.digest() == troubled.computes[name].compressor.digest()
     states = calm.computes[NAMES[0]].state(), troubled.computes[NAMES[0]].state()
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_corrector_that_is_gone_fails_the_attempt_and_no_more(engine: Engine, tmp_path: Path) -> None:
+    replicas = Replicas(make_run(tmp_path), tmp_path, engine)
+    group = Group("g", EVERY - 1, 0, NAMES[0], NAMES, (1, 1), ("", ""), "", corrector="c" * 64)
+    with pytest.raises(ExchangeError, match="not here any more"):
+        asyncio.run(replicas.works[NAMES[0]].average(group, None, "", 1))
 
 
 def test_a_step_on_trial_is_taken_back(tmp_path: Path) -> None:
