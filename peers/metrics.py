@@ -65,6 +65,7 @@ REFUSAL_REASONS = (
     "step",
     "assign",
     "not_finite",
+    "weight",
     "other",
 )
 """Labels of refused frames; a reason outside of them is counted as "other"."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,21 +86,26 @@ def audit(
     ledgers: Mapping[str, Iterable[dict[str, Any]]],
     last_words: Mapping[str, dict[str, Any]] | None = None,
     stages: int | None = None,
+    killed: Collection[str] = (),
 ) -> Audit:
     """Join the ledgers of all peers of a run.
 
     ledgers: by peer name. last_words: what killed peers said when they died: a peer whose average was committed
-    and that died before its own commit has written no line, but its ledger counted, and stands there.
+    and that died before its own commit has written no line, but its ledger counted, and stands there. killed: names
+    of peers that were killed from outside, without last words: of the step after its last line, what no other member
+    has is such a peer's, if that step was committed with it.
     """
     found = Audit()
     counts: Counter[Key] = Counter()
     wanted: set[Key] = set()
     groups: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+    rosters: dict[tuple[int, int], set[str]] = {}
     loss: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for lines in ledgers.values():
         for line in lines:
             step, stage = line["step"], line["stage"]
             groups[step, stage].add(line["group"])
+            rosters.setdefault((step, stage), set()).update(line.get("roster", ()))
             counts.update((step, stage, slot, number) for slot, number in line["keys"])
             wanted |= {(step, stage, slot, number) for slot, number in line["all_keys"]}
             found.lost |= {(step, stage, slot, number) for slot, number in line.get("lost", [])}
@@ -119,6 +124,12 @@ def audit(
         # All of it or nothing: the group that committed had its whole ledger, or did without the peer.
         if not has_committed and held and missing == held:
             found.missing -= held
+    for name in killed:
+        own = list(ledgers.get(name, ()))
+        if own:
+            step, stage, peer = own[-1]["step"] + 1, own[-1]["stage"], own[-1]["peer"]
+            if peer in rosters.get((step, stage), ()):
+                found.missing = {key for key in found.missing if key[:2] != (step, stage)}
     found.doubled = {key: count for key, count in counts.items() if count > 1}
     found.doubled |= {key: counts[key] + 1 for key in found.lost if counts[key]}
     found.split = {place for place, ids in groups.items() if len(ids) > 1}

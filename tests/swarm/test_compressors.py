@@ -100,6 +100,7 @@ def test_a_joiner_and_those_who_outlive_a_member_hold_the_same_bits(swarm: Swarm
             for each, lines in ledgers.items()
         },
         stages=2,
+        killed=["1-1"],
     )
     assert found.is_exact, found.problems()
     assert not found.lost

@@ -59,6 +59,16 @@ def test_a_dead_members_ledger_counts_whole_or_not_at_all() -> None:
     assert not audit({"a": [line(KEYS[2:])], "b": []}, {"b": earlier}).is_exact
 
 
+def test_a_step_committed_with_a_member_that_was_killed_before_its_line_is_whole() -> None:
+    before = line([], step=2, peer="q", all_keys=[], roster=["p", "q"])
+    together = line(KEYS[2:], roster=["p", "q"])
+    assert audit({"a": [together], "b": [before]}, killed=["b"]).is_exact
+    assert not audit({"a": [together], "b": [before]}).is_exact
+    assert not audit({"a": [line(KEYS[2:])], "b": [before]}, killed=["b"]).is_exact, "committed without it"
+    long_ago = {**before, "step": 1}
+    assert not audit({"a": [together], "b": [long_ago]}, killed=["b"]).is_exact
+
+
 def test_a_line_that_was_begun_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     tail = LedgerTail(path)
