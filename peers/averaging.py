@@ -151,7 +151,15 @@ class Averaging:
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of a round. Raises FrameError."""
-        now = time.monotonic()
+        try:
+            self._take(peer, frame, time.monotonic())
+        except FrameError as error:
+            if frame.kind in (Kind.ARRIVE, Kind.GROUP):  # nobody should have to wait for a right one
+                logger.warning("step %d goes on without %s: %s", self.core.step, short(peer), error)
+                self.run(self.core.on_malformed(peer, time.monotonic()))
+            raise
+
+    def _take(self, peer: str, frame: Frame, now: float) -> None:
         match frame.kind:
             case Kind.PART | Kind.AVERAGE | Kind.SLICE:
                 self._on_tensor(peer, frame)

@@ -117,6 +117,17 @@ class RoundLeader(RoundAttempt):
         away = tuple(p for p in self.roster if self._votes(p) and not self._is_present(p))
         return [AskGone(away)] if away else []
 
+    def on_malformed(self, peer: str, now: float) -> list[Action]:
+        """A replica reports, or names as a leader, what no member can. It is in no group of this step that this peer
+        names, and whoever waits for its group waits for the next leader's; its keys are taken from others.
+        """
+        if self.is_out or not self.is_known(peer):
+            return []
+        self._arrivals.pop(peer, None)
+        self._excluded.add(peer)
+        self._stepped_down[peer] = now
+        return self._report(now)
+
     # -- keys --------------------------------------------------------------------------------------------
 
     def _fence(self, peer: str, reason: str, now: float) -> list[Action]:

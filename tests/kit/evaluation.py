@@ -20,15 +20,19 @@ def snapshot(folder: Path, stage: int, version: int) -> Path | None:
     return next(iter(sorted(folder.rglob(pattern))), None)
 
 
-def unequal_tensors(files: Sequence[Path]) -> list[str]:
-    """Names of tensors in which snapshots of one version of one stage differ by a bit."""
+def unequal_tensors(files: Sequence[Path], *, shared_only: bool = False) -> list[str]:
+    """Names of tensors in which snapshots of one version of one stage differ by a bit.
+
+    shared_only: leave the optimizer's moments out, which are each replica's own where there is an outer loop.
+    """
     first, *others = (read_checkpoint(path).tensors for path in files)
     return sorted(
         {
             name
             for other in others
             for name in first.keys() | other.keys()
-            if name not in first or name not in other or not torch.equal(first[name], other[name])
+            if not (shared_only and name.startswith("optimizer."))
+            and (name not in first or name not in other or not torch.equal(first[name], other[name]))
         }
     )
 

@@ -132,10 +132,18 @@ class FaultBench:
     """Runs cases on one prepared run, with one crew, against one undisturbed run."""
 
     def __init__(
-        self, host: Host, folder: Path, run_dir: Path | None = None, *, deadline_s: float = 120.0
+        self,
+        host: Host,
+        folder: Path,
+        run_dir: Path | None = None,
+        *,
+        deadline_s: float = 120.0,
+        tolerance: float = LOSS_TOLERANCE,
     ) -> None:
-        """run_dir: a run that exists; without it, `make_run` comes first."""
-        self.host, self.folder, self.deadline_s = host, folder, deadline_s
+        """run_dir: a run that exists; without it, `make_run` comes first. tolerance: by how much a death may change
+        the held-out loss.
+        """
+        self.host, self.folder, self.deadline_s, self.tolerance = host, folder, deadline_s, tolerance
         self.run_dir = run_dir if run_dir is not None else folder / "run"
 
     def make_run(self, **options: Any) -> None:
@@ -235,6 +243,7 @@ class FaultBench:
             if (said := last_words(swarm.members[name].log)) is not None:
                 words[name] = {**said, "stage": swarm.members[name].stage}
         stages, version = self.manifest.model.stages, self.manifest.total_steps
+        has_outer = self.manifest.averaging.outer.name != "every_step"
         outcome = Outcome(
             finished={name for name in trainers if swarm.members[name].is_finished},
             codes={name: swarm.code(name) for name in trainers},
@@ -253,7 +262,8 @@ class FaultBench:
                 and (path := snapshot(swarm.folder / name, stage, version)) is not None
             ]
             if found:
-                outcome.unequal += [f"stage {stage}: {tensor}" for tensor in unequal_tensors(found)]
+                differ = unequal_tensors(found, shared_only=has_outer)
+                outcome.unequal += [f"stage {stage}: {tensor}" for tensor in differ]
                 files.append(found[0])
         if len(files) == stages:
             outcome.loss = final_loss(self.run_dir, files)
@@ -273,7 +283,7 @@ class FaultBench:
             # A round's leader is one in its own step only; any other peer may see no work in one step.
             when = f"step={step}" if case.victim.startswith("lead") else f"from={step}"
             outcome = self.run_again_unless_started(name, {victim: f"{case.point}:{when}"})
-        result = judge(case, victim, outcome, self.reference, self.manifest)
+        result = judge(case, victim, outcome, self.reference, self.manifest, self.tolerance)
         if not result["problems"]:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         else:
@@ -302,9 +312,14 @@ def is_over(swarm: Swarm) -> bool:
 
 
 def judge(
-    case: Case, victim: str, outcome: Outcome, reference: Outcome, manifest: RunManifest
+    case: Case,
+    victim: str,
+    outcome: Outcome,
+    reference: Outcome,
+    manifest: RunManifest,
+    tolerance: float = LOSS_TOLERANCE,
 ) -> dict[str, Any]:
-    """What a death cost, and everything that is wrong about it."""
+    """What a death cost, and everything that is wrong about it. tolerance: of the held-out loss."""
     stages, steps = manifest.model.stages, manifest.total_steps
     survivors = [name for name in outcome.codes if name != victim]
     problems = outcome.audit.problems()
@@ -323,7 +338,7 @@ def judge(
     if outcome.unequal:
         problems.append(f"replicas differ in {outcome.unequal[:4]}")
     difference = abs(outcome.loss - reference.loss)
-    if not difference <= LOSS_TOLERANCE:
+    if not difference <= tolerance:
         problems.append(f"held-out loss {outcome.loss:.6f}, undisturbed {reference.loss:.6f}")
     replayed, share = replayed_work(outcome, victim, survivors, manifest)
     if replayed > share:

@@ -52,12 +52,10 @@ def newest_common(swarm: Swarm, names: list[str], stage: int) -> int:
 
 
 def unequal_shared(files: list[Path | None]) -> list[str]:
-    """Names of tensors that replicas share, and in which their snapshots differ. With an outer loop the moments of the
-    optimizer are each replica's own.
-    """
+    """Names of tensors that replicas share, and in which their snapshots differ."""
     found = [file for file in files if file is not None]
     assert len(found) == len(files)
-    return [name for name in unequal_tensors(found) if not name.startswith("optimizer.")]
+    return unequal_tensors(found, shared_only=True)
 
 
 def has_worked(member: Member) -> bool:

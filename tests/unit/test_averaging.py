@@ -169,15 +169,19 @@ def test_an_early_frame_that_does_not_fit_its_group_stops_nothing() -> None:
 
 
 def test_a_weight_beyond_the_work_behind_it_is_refused() -> None:
+    """And whoever reports one leads no group of the step."""
+
     async def scenario(tasks: asyncio.TaskGroup) -> None:
         shell = averaging(tasks, Owner())
         for weight, is_fine in ((4 * len(KEYS), True), (4 * len(KEYS) + 1, False), (-1, False)):
             frame = Frame(Kind.ARRIVE, Arrival(0, PLAN.digest(), KEYS, weight).header())
             if is_fine:
                 shell.on_frame(OTHER, frame)
+                assert shell.core.leader == OTHER
             else:
                 with pytest.raises(FrameError):
                     shell.on_frame(OTHER, frame)
+                assert shell.core.leader == ME
 
     run(scenario)
 

@@ -17,6 +17,7 @@ from peers.compute import StageCompute
 from peers.corrections import Corrections
 from peers.engine import Engine
 from peers.exchange import Exchange, ExchangeError
+from peers.frames import Kind
 from peers.round_messages import Commit, Group
 from peers.round_work import Average, RoundWork, StepSizes
 from peers.updates import Update, apply_update, read_update, write_update
@@ -87,8 +88,10 @@ class Replicas:
             own_gradient(compute, name, step) * tokens / self.manifest.reference_loss_tokens
         )
 
-    async def attempt(self, group: Group, tokens: tuple[int, int]) -> list[Average]:
+    async def attempt(self, group: Group, tokens: tuple[int, int], last: int | None = None) -> list[Average]:
+        """last: frames after which the second member says nothing more; then this raises ExchangeError."""
         exchanges: dict[str, Exchange] = {}
+        counts = {NAMES[0]: None, NAMES[1]: last}
         if not self.works[NAMES[0]].is_local(group.step):
             for name in NAMES:
                 compute = self.computes[name]
@@ -98,17 +101,38 @@ class Replicas:
                     compute.trainable.numel,
                     compute.compressor.phases(group.step),
                     self.engine,
-                    lambda target, source=name: _Wire(exchanges, source, target),  # type: ignore[misc,arg-type,return-value]
+                    lambda target, source=name, wires={}: wires.setdefault(  # type: ignore[misc,arg-type,return-value]
+                        target, Breaking(exchanges, source, target, counts[source])
+                    ),
                     slice_span=self.works[name].slice_span(group.step),
+                    deadline_s=60.0 if last is None else 0.5,
                 )
-        return list(
-            await asyncio.gather(
-                *(
-                    self.works[name].average(group, exchanges.get(name), "", count)
-                    for name, count in zip(NAMES, tokens, strict=True)
-                )
-            )
+        results = await asyncio.gather(
+            *(
+                self.works[name].average(group, exchanges.get(name), "", count)
+                for name, count in zip(NAMES, tokens, strict=True)
+            ),
+            return_exceptions=True,
         )
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            raise failures[0]
+        return [result for result in results if isinstance(result, Average)]
+
+
+class Breaking(_Wire):
+    """Breaks after so many frames. None: never."""
+
+    def __init__(self, exchanges: dict[str, Exchange], source: str, target: str, count: int | None) -> None:
+        super().__init__(exchanges, source, target)
+        self.left = count
+
+    async def send(self, kind: Kind, header: dict[str, Any], payload: list[memoryview]) -> None:
+        if self.left is not None:
+            if not self.left:
+                raise ConnectionError("gone")
+            self.left -= 1
+        await super().send(kind, header, payload)
 
 
 def own_gradient(compute: StageCompute, name: str, step: int) -> Tensor:
@@ -191,6 +215,40 @@ def test_attempts_that_fail_leave_no_trace(engine: Engine, tmp_path: Path) -> No
         assert calm.computes[name].compressor.digest() == troubled.computes[name].compressor.digest()
     states = calm.computes[NAMES[0]].state(), troubled.computes[NAMES[0]].state()
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.mark.parametrize("compressor", ["int8", "powersgd", "topk"])
+def test_an_attempt_that_breaks_anywhere_leaves_the_remainders_as_they_were(
+    engine: Engine, tmp_path: Path, compressor: str
+) -> None:
+    """Also what is on trial: the next attempt is the one that would have been made without the failures."""
+    manifest = make_run(tmp_path, compressor=compressor)
+    calm, troubled = (Replicas(manifest, tmp_path, engine) for _ in range(2))
+    tokens, due = (3, 5), 2 * EVERY - 1
+    for step in range(due):
+        for replicas in (calm, troubled):
+            asyncio.run(replicas.step(step, tokens))
+    for name in NAMES:
+        troubled.accumulate(name, due, tokens[NAMES.index(name)])
+    computes = list(troubled.computes.values())
+    before = [compute.compressor.digest() for compute in computes]
+    states = [compute.state() for compute in computes]
+    weights = tuple(work.weight(due, n) for work, n in zip(troubled.works.values(), tokens, strict=True))
+    frames = 2 * len(computes[0].compressor.phases(due))
+    for last in range(frames):
+        group = Group(f"broken-{last}", due, last, NAMES[0], NAMES, weights, ("", ""), "")
+        with pytest.raises(ExchangeError):
+            asyncio.run(troubled.attempt(group, tokens, last))
+        assert [compute.compressor.digest() for compute in computes] == before
+        for compute, state in zip(computes, states, strict=True):
+            now = compute.state()
+            assert now.keys() == state.keys() and all(torch.equal(now[key], state[key]) for key in state)
+    for replicas in (calm, troubled):
+        asyncio.run(replicas.step(due, tokens))
+    for name in NAMES:
+        assert torch.equal(weights_of(calm.computes[name]), weights_of(troubled.computes[name]))
+        assert calm.computes[name].compressor.digest() == troubled.computes[name].compressor.digest()
+    assert [compute.compressor.digest() for compute in computes] != before
 
 
 def test_a_corrector_that_is_gone_fails_the_attempt_and_no_more(engine: Engine, tmp_path: Path) -> None:

@@ -111,6 +111,34 @@ def test_a_late_member_with_keys_is_fenced_and_its_keys_are_taken_from_others() 
     assert NAMES[2] not in group.members
 
 
+def test_a_member_whose_report_cannot_be_is_not_waited_for() -> None:
+    core = core_of(LEADER)
+    core.on_ready(arrival(0, 1), 0.0)
+    core.on_malformed(NAMES[2], 0.5)
+    assert rounds.Fence(NAMES[2], "late") in core.on_arrive(NAMES[1], arrival(2, 3), 1.0)
+    group = entered(core.on_arrive(NAMES[1], arrival(2, 3, 4, 5), 2.0))
+    assert NAMES[2] not in group.members
+
+
+def test_a_leader_whose_group_cannot_be_is_passed_over() -> None:
+    second, third = core_of(NAMES[1]), core_of(NAMES[2])
+    second.on_ready(arrival(*range(5)), 0.0)
+    third.on_ready(arrival(5), 0.0)
+    (report,) = third.on_malformed(LEADER, 1.0)
+    assert isinstance(report, rounds.Send) and (report.peer, report.kind) == (NAMES[1], Kind.ARRIVE)
+    second.on_malformed(LEADER, 1.0)
+    group = entered(second.on_arrive(NAMES[2], report.body, 1.1))  # type: ignore[arg-type]
+    assert group.members == NAMES[1:3] and group.leader == NAMES[1]
+
+
+def test_a_stranger_that_reports_what_cannot_be_changes_nothing() -> None:
+    core = core_of(LEADER)
+    core.on_ready(arrival(*range(6)), 0.0)
+    assert core.on_malformed("stranger", 1.0) == []
+    core.on_arrive(NAMES[1], arrival(), 1.0)
+    assert len(entered(core.on_arrive(NAMES[2], arrival(), 1.0)).members) == 3
+
+
 def test_a_leader_without_a_quorum_leaves_nobody_out_and_counts_that_it_is_alone() -> None:
     core = core_of(LEADER)
     core.on_ready(arrival(*range(6)), 0.0)
