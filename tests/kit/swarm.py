@@ -170,8 +170,12 @@ class Swarm:
         self.address = next((a for a in addresses if "/127.0.0.1/" not in a), addresses[0])
         return member
 
-    def join(self, stage: int | None, name: str, netns: str | None = None, **settings: Any) -> Member:
-        """Start a stage peer that knows nothing but the seed's address. netns: its network namespace."""
+    def join(
+        self, stage: int | None, name: str, netns: str | None = None, *, lie: str = "", **settings: Any
+    ) -> Member:
+        """Start a stage peer that knows nothing but the seed's address. netns: its network namespace. lie: what is
+        wrong with what it contributes (`tests.kit.spoiled`).
+        """
         folder = self.folder / name
         values: dict[str, Any] = {
             "stage": stage,
@@ -183,16 +187,16 @@ class Swarm:
             "trace_ledger": folder / "ledger.jsonl",
             "compute": ComputeMode(),
         }
-        return self.start(name, PeerConfig(**{**values, **settings}), netns)
+        return self.start(name, PeerConfig(**{**values, **settings}), netns, lie)
 
-    def start(self, name: str, config: PeerConfig, netns: str | None = None) -> Member:
-        """Start any peer. netns: the network namespace it runs in, from its first socket on."""
+    def start(self, name: str, config: PeerConfig, netns: str | None = None, lie: str = "") -> Member:
+        """Start any peer. netns: the network namespace it runs in, from its first socket on. lie: see `join`."""
         from peers.local import encode_config
 
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         request = {"what": "peer", "config": encode_config(config), "status": str(folder / "status.jsonl")}
-        request["netns"] = netns
+        request |= {"netns": netns, "lie": lie}
         pid = self.host.spawn(request, folder / "log.txt")
         member = self.members[name] = Member(name, pid, folder, config.stage)
         return member
