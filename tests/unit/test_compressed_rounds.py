@@ -55,7 +55,7 @@ WEIGHTS = (3, 0, 5, 11)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = dataclasses.replace(LIMITS, averaging_chunk_elements=CHUNK, round_s=2.0)
+    limits = dataclasses.replace(LIMITS, averaging_chunk_elements=CHUNK, round_s=30.0)
     for module in (peers.exchange, peers.butterfly):
         monkeypatch.setattr(module, "LIMITS", limits)
 
@@ -84,7 +84,14 @@ class Compressed(Mesh):
     """A step's round of members with compressors of their own."""
 
     def __init__(
-        self, engine: Engine, compressors: list[Compressor], step: int, vectors: list[Tensor], **more: Any
+        self,
+        engine: Engine,
+        compressors: list[Compressor],
+        step: int,
+        vectors: list[Tensor],
+        *,
+        deadline_s: float | None = None,
+        **more: Any,
     ) -> None:
         super().__init__(engine, vectors, list(WEIGHTS), "fp32", seed=step, **more)
         self.group = Group(
@@ -105,6 +112,7 @@ class Compressed(Mesh):
                 engine,
                 self._link_of(name),
                 run_seed=SEED,
+                deadline_s=deadline_s,
             )
             for name, compressor in zip(self.names, compressors, strict=True)
         }  # type: ignore[assignment]
@@ -119,7 +127,7 @@ class Compressed(Mesh):
 def test_members_hold_what_one_process_computes_bit_for_bit(
     engine: Engine, name: str, is_spoiled: bool
 ) -> None:
-    """Also if one member has values that are not finite, which do not count."""
+    """Also if one member has values that are not finite, and then one that are far too large, which do not count."""
 
     async def scenario() -> None:
         real, simulated = [build(name) for _ in WEIGHTS], [build(name) for _ in WEIGHTS]
@@ -128,10 +136,13 @@ def test_members_hold_what_one_process_computes_bit_for_bit(
             vectors = gradients(step)
             if is_spoiled and step == 1:
                 vectors[3][10:30] = float("nan")
+            if is_spoiled and step == 2:
+                vectors[2] *= 1000.0
             mesh = Compressed(engine, real, step, vectors)
             results = await mesh.run()
             assert not mesh.refused and all(isinstance(result, tuple) for result in results.values()), results
             assert len({digest for _, digest in results.values()}) == 1  # type: ignore[misc]
+            assert float(results["peer-0"][0].norm()) < 30 * float(vectors[0].norm())  # type: ignore[index]
             expected = average_group(simulated, vectors, WEIGHTS, run_seed=SEED, step=step, most=CHUNK)
             for member, peer in enumerate(mesh.names):
                 assert torch.equal(results[peer][0], expected[member])  # type: ignore[index]
@@ -150,7 +161,7 @@ async def attempt_that_loses_a_member(
     engine: Engine, members: list[Compressor], phase: int
 ) -> dict[str, Any]:
     """A round of step 1 in which peer-2 is gone when it would send the first average of a phase."""
-    mesh = Compressed(engine, members, 1, gradients(1))
+    mesh = Compressed(engine, members, 1, gradients(1), deadline_s=2.0)
     exchange: Any = mesh.exchanges["peer-2"]
 
     def tamper(source: str, target: str, kind: Kind, data: bytearray) -> None:
