@@ -11,7 +11,6 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from typing import Protocol
 
 from peers import injector, rounds
 from peers.compute import StageCompute
@@ -26,7 +25,6 @@ from peers.round_messages import (
     MAX_STEP,
     Arrival,
     Commit,
-    CompactKey,
     Group,
     parse_arrival,
     parse_commit,
@@ -34,7 +32,10 @@ from peers.round_messages import (
     parse_failure,
     parse_group,
 )
-from peers.round_work import Average, RoundWork, StepSizes
+from peers.round_modes import build_round_work
+from peers.round_work import Average, ExchangePlan, StepSizes
+from peers.rounds_owner import RoundsOwner
+from peers.travel import Travel
 from peers.update_log import UpdateLog
 from swarm.gradient.robust import RobustConfig
 from swarm.plan import seeded_order
@@ -61,52 +62,6 @@ EARLY_BYTES = 256 * 1024 * 1024
 EARLY_FRAMES = 4096
 
 
-class RoundsOwner(Protocol):
-    """Who is told what the rounds decide."""
-
-    def freeze(self, is_frozen: bool) -> None:
-        """Hold the step's ledger still, or release it."""
-
-    def on_attempt(self) -> None:
-        """What this peer holds now goes into a new average. The ledger is frozen."""
-
-    def own_tokens(self) -> int:
-        """Loss tokens of what this peer holds now. The ledger is frozen."""
-
-    def seal(self, step: int) -> None:
-        """The step is decided: nothing may reach its accumulator any more."""
-
-    def check_commit(self, commit: Commit) -> None:
-        """Raise FrameError for a COMMIT whose next plan this run cannot have."""
-
-    def on_applied(self, commit: Commit, norm: float | None) -> None:
-        """A step is committed and applied. norm: of the averaged gradient; None if nothing was applied."""
-
-    def on_out_of_step(self, commit: Commit) -> None:
-        """The others committed a step whose average this peer does not hold."""
-
-    def on_dropped(self, commit: Commit) -> None:
-        """A step was committed without this peer."""
-
-    def on_diverged(self, peer: str, step: int) -> None:
-        """The stage went on from other weights than this peer's."""
-
-    def on_drifted(self, distance: float) -> None:
-        """This peer's weights are further from the leader's than rounding explains."""
-
-    def on_replan(self, commit: Commit) -> None:
-        """The step before was committed again, by a later leader, with another plan for this one."""
-
-    def fence(self, peer: str, reason: str) -> None:
-        """This peer, as leader, takes a member's ledger of the step away (perhaps its own)."""
-
-    def unfence(self) -> None:
-        """Nobody takes the keys that are missing: this peer works on the step again if it was fenced."""
-
-    def ask_missing(self, keys: tuple[CompactKey, ...]) -> None:
-        """No ledger holds these keys of the plan."""
-
-
 class Averaging:
     """Rounds of one stage peer. Lives in the communication loop."""
 
@@ -129,7 +84,10 @@ class Averaging:
         self.core = core
         self.sketch = self.corrected_by = ""
         self._updates, self._corrections = updates, corrections
-        self.work = RoundWork(compute, engine, corrections, sizes, run_id, core.stage, core.me)
+        self.work = build_round_work(
+            compute, engine, corrections, sizes, run_id, core.stage, core.me, run_seed=core.run_seed
+        )
+        self._travel = Travel(self.work, tasks, self._send, self._on_travelled)
         self._compute, self._engine, self._robust = compute, engine, robust
         self._links, self._questions, self._tasks, self._owner = links, questions, tasks, owner
         self._exchange: Exchange | None = None
@@ -166,15 +124,20 @@ class Averaging:
             case Kind.ARRIVE:
                 arrival = parse_arrival(frame.header)
                 most = self.work.most_weight(arrival.step, len(arrival.keys))
-                if arrival.weight > most:
-                    raise FrameError("weight", f"{arrival.weight} for work of at most {most} tokens")
+                if arrival.weight > most or arrival.owed > self.work.most_owed:
+                    weights = f"{arrival.weight} and {arrival.owed}"
+                    raise FrameError(
+                        "weight", f"{weights} for work of at most {most} and {self.work.most_owed} tokens"
+                    )
                 self.run(self.core.on_arrive(peer, arrival, now))
             case Kind.GROUP:
                 self.run(self.core.on_group(peer, parse_group(frame.header, peer), now))
             case Kind.DIGEST:
                 self.run(self.core.on_digest(peer, parse_digest(frame.header), now))
             case Kind.FAILED:
-                self.run(self.core.on_failed(peer, parse_failure(frame.header), now))
+                failure = parse_failure(frame.header)
+                if not self._travel.on_failed(peer, failure):
+                    self.run(self.core.on_failed(peer, failure, now))
             case Kind.COMMIT:
                 commit = parse_commit(frame.header)
                 if commit.step in (self.core.step - 1, self.core.step):  # the step before may be planned anew
@@ -189,22 +152,27 @@ class Averaging:
 
     def on_ready(self, arrival: Arrival) -> None:
         """This peer's ledger of the step is settled."""
-        self.run(self.core.on_ready(arrival, time.monotonic()))
+        admitted = self._travel.admit(arrival)
+        if admitted is not None:
+            self.run(self.core.on_ready(admitted, time.monotonic()))
 
     def on_unready(self, plan: str) -> None:
         """The ledger that was reported grows again: no group may count on it, nor on this peer's accumulator.
 
         Of a group under way it is part already: from its GROUP on nothing new is taken (`Freeze`).
         """
+        self._travel.withdraw()
         if self.core.phase is rounds.Phase.GATHERING:
             self.run(self.core.fence(plan, time.monotonic()))
 
     def on_peer_up(self, peer: str) -> None:
         """A replica's link is up."""
+        self._travel.on_broken(peer)
         self.run(self.core.on_peer_up(peer, time.monotonic()))
 
     def on_peer_lost(self, peer: str, *, has_resigned: bool) -> None:
         """A replica is lost. has_resigned: whoever comes back under its name has no vote."""
+        self._travel.on_broken(peer)
         self.run(self.core.on_peer_lost(peer, time.monotonic()))
         if has_resigned:
             self.run(self.core.on_resigned(peer, time.monotonic()))
@@ -225,6 +193,7 @@ class Averaging:
         """Take no more part; a running exchange ends. The core may not know: an answer on its way must not wake it."""
         self.core.is_out = True
         self._cancel()
+        self._travel.cancel()
         self._average = None
         self._early.clear()
 
@@ -281,30 +250,40 @@ class Averaging:
         self._owner.on_attempt()
         self._average, self._drift = None, 0.0
         self._began = time.monotonic()
-        exchange: Exchange | None = None
-        if len(group.members) > 1 and sum(group.weights) > 0 and not self.work.is_local(group.step):
-            # Made before our own contribution is ready: others' parts may be here already.
-            numel = self._compute.trainable.numel
-            exchange = Exchange(
-                group,
-                self.core.me,
-                numel,
-                self._compute.compressor.phases(group.step),
-                self._engine,
-                self._links.get,
-                run_seed=self.core.run_seed,
-                robust=self._robust,
-                deadline_s=deadline_s,
-                slice_span=self.work.slice_span(group.step) if group.leader in group.members else None,
-            )
-            for peer, frame in self._early.pop(group.id, []):
-                try:
-                    exchange.on_frame(peer, frame)
-                except FrameError as error:  # its sender's fault; without its part the exchange is late
-                    logger.warning("%s from %s does not fit its group: %s", frame.kind, short(peer), error)
+        plan = self.work.exchanged(group)
+        # Made before our own contribution is ready: others' parts may be here already.
+        exchange = self._exchange_of(plan, deadline_s) if plan is not None else None
+        if exchange is not None or group.settled:
             self._drift = drift(self.sketch, group.sketch)
         self._exchange = exchange
         self._task = self._tasks.create_task(self._run_exchange(group, exchange))
+
+    def _exchange_of(self, plan: ExchangePlan, deadline_s: float) -> Exchange:
+        exchange = Exchange(
+            plan.group,
+            self.core.me,
+            self._compute.trainable.numel,
+            plan.phases,
+            self._engine,
+            self._links.get,
+            run_seed=self.core.run_seed,
+            robust=self._robust,
+            deadline_s=deadline_s,
+            slice_span=plan.slice_span,
+        )
+        for peer, frame in self._early.pop(plan.group.id, []):
+            try:
+                exchange.on_frame(peer, frame)
+            except FrameError as error:  # its sender's fault; without its part the exchange is late
+                logger.warning("%s from %s does not fit its group: %s", frame.kind, short(peer), error)
+        return exchange
+
+    def _on_travelled(self, exchange: Exchange, seconds: float | None, waiting: Arrival | None) -> None:
+        self._note_refused(exchange)
+        if seconds is not None:
+            self.core.pace.note_exchange(seconds)
+        if waiting is not None:
+            self.on_ready(waiting)
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -324,7 +303,8 @@ class Averaging:
         self._note_refused(exchange)
         self._exchange = None
         self._average = made
-        self.run(self.core.on_exchanged(group.id, made.digest, time.monotonic()))
+        has_moved = exchange is not None
+        self.run(self.core.on_exchanged(group.id, made.digest, time.monotonic(), has_moved=has_moved))
 
     def _note_refused(self, exchange: Exchange | None) -> None:
         """Count contributions that did not count; say once whose."""
@@ -348,20 +328,28 @@ class Averaging:
     async def _apply(self, commit: Commit) -> None:
         norm: float | None = None
         held, corrections = self._average, self._corrections
-        if held is None or held.group != commit.group or not corrections.holds(held.update.corrector):
+        update = held.update if held is not None else None
+        if (
+            held is None
+            or update is None
+            or held.group.id != commit.group
+            or not corrections.holds(update.corrector)
+        ):
             self._owner.on_out_of_step(commit)
             return
-        update = held.update
-        self.corrected_by = update.corrector if commit.weight else ""
+        named = update.corrector if self._compute.outer is None else held.group.corrector
+        self.corrected_by = named if commit.weight else ""
         try:
             norm = await self.work.apply(held, commit)
         except ValueError as error:
             # Every member holds the same bytes, so every member refuses them; a gradient of its own is its own affair.
             logger.error("step %d applies nothing: %s", commit.step, error)
             self.refusals["not_finite"] += 1
-        if not self.work.is_local(commit.step):  # what the sketch is of has changed
+        if update.way in ("exchanged", "alone"):  # what the sketch is of has changed
             await self._take_sketch()
         self._average = None
+        if not self.core.is_out and (plan := self.work.travelling(held.group)) is not None:
+            self._travel.begin(self._exchange_of(plan, self.core.pace.exchange_deadline_s))
         self._early.clear()
         self.outcomes["committed"] += 1
         self.seconds = time.monotonic() - self._began
@@ -397,9 +385,10 @@ class Averaging:
 
     def _on_tensor(self, peer: str, frame: Frame) -> None:
         group = group_of(frame)
-        if self._exchange is not None and self._exchange.group.id == group:
-            self._exchange.on_frame(peer, frame)
-            return
+        for exchange in (self._exchange, self._travel.exchange):
+            if exchange is not None and exchange.group.id == group:
+                exchange.on_frame(peer, frame)
+                return
         if peer not in self.core.roster and peer not in self.core.followers:
             raise FrameError("stranger", f"{short(peer)} is not in the roster")
         if not frame.payload_bytes:

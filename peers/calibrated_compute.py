@@ -12,6 +12,7 @@ from torch import Tensor
 from peers.compute import COMPRESSOR, Boundaries, Correct, Work, check_slice, check_state, split_state
 from swarm.activation.base import BoundaryCodec, Payload
 from swarm.gradient.averaging import build_averaging, build_outer
+from swarm.gradient.outer_config import Overlap
 from swarm.manifest import RunManifest
 from swarm.model.trainable import TrainableSet
 from swarm.plan import MicrobatchKey
@@ -37,7 +38,10 @@ class CalibratedCompute:
         self._seconds_per_token = microseconds_per_token * 1e-6
         self._payloads: dict[tuple[str, tuple[int, int], int, tuple[str, ...]], Payload] = {}
         self._zeros = trainable.empty()
-        self.outer = build_outer(manifest.averaging, trainable, manifest.total_steps, self._zeros)
+        self.outer = build_outer(
+            manifest.averaging, trainable, manifest.total_steps, self._zeros, manifest.seed
+        )
+        self.overlap = Overlap(manifest.averaging.outer.overlap, manifest.total_steps)
 
     def forward(self, work: Work, incoming: Payload | None) -> Payload:
         """See StageCompute."""
@@ -68,7 +72,7 @@ class CalibratedCompute:
         """Zeros of the real size."""
         return self._zeros
 
-    def apply_outer(self, average: Tensor, step: int) -> float:
+    def apply_outer(self, average: Tensor, step: int, own: Tensor | None = None) -> float:
         """Nothing changes."""
         return 0.0
 

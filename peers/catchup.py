@@ -39,6 +39,7 @@ from peers.update_fetch import (
 )
 from peers.update_log import UpdateLog
 from peers.updates import Update, UpdateError, apply_update
+from swarm.gradient.outer_config import interval
 from swarm.manifest import RunManifest
 
 __all__ = ["CatchUp", "CatchUpError", "LineageError", "RestoreError", "UpdateMissing"]
@@ -94,7 +95,7 @@ class CatchUp:
         self._p2p, self._files, self._store, self._snapshots = p2p, files, store, snapshots
         self._updates, self._traffic, self._metrics, self._note = updates, traffic, metrics, note
         self._update_bytes = bytes_per_step(
-            compute.compressor, compute.outer.config.every if compute.outer is not None else 1
+            compute.compressor, interval(compute.outer.config) if compute.outer is not None else 1
         )
         if traffic.download.limit_mbps is not None:
             self.pace.expect(self._update_bytes, traffic.download.limit_mbps)

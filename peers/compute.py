@@ -17,7 +17,9 @@ from torch import Tensor
 from swarm.activation.base import BoundaryCodec, CodecKey, Payload
 from swarm.batch import Batch
 from swarm.gradient.compressor import Compressor
+from swarm.gradient.gossip import Gossip
 from swarm.gradient.outer import LocalSteps
+from swarm.gradient.outer_config import Overlap
 from swarm.manifest import RunManifest
 from swarm.model.formats import compute_dtype
 from swarm.model.stage import build_stage, stage_tensor_names
@@ -50,10 +52,12 @@ class StageCompute(Protocol):
 
     trainable: TrainableSet
     compressor: Compressor
-    outer: LocalSteps | None
+    outer: LocalSteps | Gossip | None
     """The outer loop, if replicas take steps of their own. Then the weights that snapshots, sketches and slices are of
     are the global ones.
     """
+    overlap: Overlap
+    """Which step's average a commit settles."""
 
     def forward(self, work: Work, incoming: Payload | None) -> Payload:
         """Forward of a stage that is not the last; its graph is kept until `backward` or `drop`."""
@@ -82,8 +86,9 @@ class StageCompute(Protocol):
         from what there was before the first. Without tokens, or if the gradient is not finite, no step is taken.
         """
 
-    def apply_outer(self, average: Tensor, step: int) -> float:
-        """Take the outer step on the averaged difference (fp32 [numel]), and empty the accumulator.
+    def apply_outer(self, average: Tensor, step: int, own: Tensor | None = None) -> float:
+        """Take the outer step on the averaged difference of a step (fp32 [numel]), and empty the accumulator. own: this
+        replica's own difference (fp32 [numel]), where the average comes later than the step.
 
         Returns the norm of the difference. Raises ValueError if it is not finite; then the step on trial is taken back.
         """
@@ -245,9 +250,10 @@ def take_step(
     step: int,
     taken: tuple[int, Tensor] | None,
     correct: Correct | None = None,
+    own: Tensor | None = None,
 ) -> float:
-    """Apply a committed step as every member does: the leader's slice (offset, fp32) first, then the average,
-    corrected if the step's group has named a prior.
+    """Apply what a step's commit settles, as every member does: the leader's slice (offset, fp32) first, then the
+    average, corrected if the group has named a prior. own: see `StageCompute.apply_outer`.
 
     Returns the gradient's norm. Raises ValueError if either is not finite: the average is not applied then, and
     the accumulator is empty.
@@ -258,6 +264,9 @@ def take_step(
         except ValueError:
             compute.clear()
             raise
-    return (
-        compute.apply(average, step, correct) if compute.outer is None else compute.apply_outer(average, step)
-    )
+    if compute.outer is None:
+        return compute.apply(average, step, correct)
+    start = compute.overlap.settled(step)
+    if start is None:
+        raise ValueError(f"the commit of step {step} settles no average")
+    return compute.apply_outer(average, start, own)

@@ -54,7 +54,7 @@ class Exchange:
         deadline_s: float | None = None,
         slice_span: tuple[int, int] | None = None,
     ) -> None:
-        self.group, self.elements = group, elements
+        self.group, self.elements, self.me, self.slice_span = group, elements, me, slice_span
         self.slice: tuple[int, Tensor] | None = None
         self._deadline_s = deadline_s
         self._me = group.members.index(me)

@@ -170,6 +170,7 @@ class RoundLeader(RoundAttempt):
     ) -> list[Action]:
         members = tuple(arrivals)
         attempt = max(self.attempt, *(arrival.attempt for arrival in arrivals.values())) + 1
+        owed = tuple(arrival.owed for arrival in arrivals.values())
         group = Group(
             id=group_id(self.run_id, self.stage, self.step, attempt, self.me, members),
             step=self.step,
@@ -183,7 +184,9 @@ class RoundLeader(RoundAttempt):
             sketch=arrivals[self.me].sketch,
             lineage=self.lineage,
             held=held,
-            corrector=_common_corrector(arrivals.values()) if held is None else "",
+            corrector=_common(arrival.corrector for arrival in arrivals.values()) if held is None else "",
+            owed=owed if held is None and any(owed) else (),
+            settled=_common(arrival.settled for arrival in arrivals.values()) if held is None else "",
         )
         sends: list[Action] = [Send(peer, Kind.GROUP, group) for peer in members if peer != self.me]
         return [*sends, *self._enter(group, now), *self._commit_if_agreed(now)]
@@ -303,7 +306,7 @@ class RoundLeader(RoundAttempt):
         return tuple(sorted(due)[: MAX_ROSTER - len(roster)])
 
 
-def _common_corrector(arrivals: Iterable[Arrival]) -> str:
-    """The prior that all of them hold, else "": then none of them corrects."""
-    hashes = {arrival.corrector for arrival in arrivals}
-    return hashes.pop() if len(hashes) == 1 else ""
+def _common(hashes: Iterable[str]) -> str:
+    """The hash that all name, else "": what only some hold is used by none."""
+    found = set(hashes)
+    return found.pop() if len(found) == 1 else ""

@@ -94,7 +94,8 @@ class Arrival:
     lineage: of the weights before the step. weight: loss tokens of the ledger. held: an average without a
     COMMIT. lost: keys of which it knows that nobody can give them. sketch: of its weights, hex text.
     attempt: the last one it was in. corrector: hash of the corrector's prior that the plan names, "" if it does
-    not hold it (or there is none).
+    not hold it (or there is none). owed: weight of what it owes the average that this round settles, where averages
+    travel while steps run. settled: digest of that average, "" if it does not have it.
     """
 
     step: int
@@ -107,6 +108,8 @@ class Arrival:
     lineage: str = ""
     attempt: int = 0
     corrector: str = ""
+    owed: int = 0
+    settled: str = ""
 
     @property
     def ledger_hash(self) -> str:
@@ -126,6 +129,8 @@ class Arrival:
             "lineage": self.lineage,
             "attempt": self.attempt,
             "corrector": self.corrector,
+            "owed": self.owed,
+            "settled": self.settled,
         }
 
 
@@ -136,6 +141,8 @@ class Group:
     lost: keys of the plan that are in no ledger and that nobody can give. sketch: of the leader's weights.
     held: the average of an earlier attempt that is to be finished; then nothing is exchanged. corrector: hash of
     the prior by which all members correct the average: that of the plan if every one of them holds it, else "".
+    owed: weights of what the members owe the average that this round settles; empty for none. settled: digest of that
+    average if all of them have the same; then nothing is exchanged.
     """
 
     id: str
@@ -151,6 +158,8 @@ class Group:
     lineage: str = ""
     held: Held | None = None
     corrector: str = ""
+    owed: tuple[int, ...] = ()
+    settled: str = ""
 
     def header(self) -> dict[str, Any]:
         """Wire form (the leader is the sender)."""
@@ -167,6 +176,8 @@ class Group:
             "lineage": self.lineage,
             "held": self.held.header() if self.held is not None else {},
             "corrector": self.corrector,
+            "owed": list(self.owed),
+            "settled": self.settled,
         }
 
 
@@ -277,31 +288,32 @@ def parse_arrival(header: dict[str, Any]) -> Arrival:
     keys, lost = keys_of(header, "keys"), keys_of(header, "lost")
     if len(keys) + len(lost) > MAX_SAMPLES_PER_STEP or not set(keys).isdisjoint(lost):
         raise FrameError("header", "a member's lost keys are not in its ledger")
-    weight = need_count(header, "weight", MAX_WEIGHT)
-    if weight and not keys:
-        raise FrameError("range", f"a weight of {weight} loss tokens without any key")
     return Arrival(
         step=need_count(header, "step", MAX_STEP),
         plan=text_of(header, "plan"),
         keys=keys,
-        weight=weight,
+        weight=need_count(header, "weight", MAX_WEIGHT),
         held=_held(header),
         lost=lost,
         sketch=sketch_of(header),
         lineage=text_of(header, "lineage"),
         attempt=need_count(header, "attempt", MAX_STEP),
         corrector=hash_of(header, "corrector"),
+        owed=need_count(header, "owed", MAX_WEIGHT),
+        settled=hash_of(header, "settled"),
     )
 
 
 def parse_group(header: dict[str, Any], leader: str) -> Group:
     """A GROUP frame's header."""
     members = peers_of(header, "members")
-    weights = need(header, "weights", list)
+    weights, owed = need(header, "weights", list), need(header, "owed", list)
     ledgers = need_texts(header, "ledgers", MAX_ROSTER, HASH_LENGTH)
     if not len(members) == len(weights) == len(ledgers):
         raise FrameError("header", "a group needs one weight and one ledger for each of its members")
-    if any(type(weight) is not int or not 0 <= weight <= MAX_WEIGHT for weight in weights):
+    if owed and len(owed) != len(members):
+        raise FrameError("header", "each member of a group owes something, or none does")
+    if any(type(weight) is not int or not 0 <= weight <= MAX_WEIGHT for weight in [*weights, *owed]):
         raise FrameError("range", "a weight is a count of loss tokens")
     if leader not in members:
         raise FrameError("header", "a leader belongs to its own group")
@@ -319,6 +331,8 @@ def parse_group(header: dict[str, Any], leader: str) -> Group:
         lineage=text_of(header, "lineage"),
         held=_held(header),
         corrector=hash_of(header, "corrector"),
+        owed=tuple(owed),
+        settled=hash_of(header, "settled"),
     )
 
 

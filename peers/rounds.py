@@ -147,7 +147,9 @@ class RoundCore(RoundMeeting):
             return self._refuse(peer, group, "key", is_again=self._mine is not None)
         if group.corrector not in ("", mine.corrector):
             return self._refuse(peer, group, "schema", is_again=True)
-        if mine.weight != group.weights[position]:
+        if group.settled not in ("", mine.settled):
+            return self._refuse(peer, group, "schema", is_again=True)
+        if mine.weight != group.weights[position] or mine.owed != (group.owed[position] if group.owed else 0):
             return self._refuse(peer, group, "weight", is_again=False)
         return [*self._leave_for(peer), *self._enter(group, now)]
 
@@ -219,12 +221,14 @@ class RoundCore(RoundMeeting):
 
     # -- the exchange ------------------------------------------------------------------------------------
 
-    def on_exchanged(self, group: str, digest: str, now: float) -> list[Action]:
-        """The exchange ended: this peer holds the average, whose bytes have this digest."""
+    def on_exchanged(self, group: str, digest: str, now: float, *, has_moved: bool = True) -> list[Action]:
+        """The exchange ended: this peer holds the average, whose bytes have this digest. has_moved: whether anything
+        had to be exchanged for it.
+        """
         current = self.group
         if self.is_out or current is None or current.id != group or self.phase is not Phase.EXCHANGING:
             return []
-        if len(current.members) > 1 and sum(current.weights) > 0:
+        if has_moved:
             self.pace.note_exchange(now - self._entered_at)
         held = Held(
             group=group,

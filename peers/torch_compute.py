@@ -12,7 +12,9 @@ from torch import Tensor
 from peers.compute import COMPRESSOR, OUTER, Boundaries, Correct, Work, check_slice, check_state, split_state
 from swarm.activation.base import Payload
 from swarm.gradient.averaging import build_averaging, build_outer
+from swarm.gradient.gossip import Gossip
 from swarm.gradient.outer import LocalSteps
+from swarm.gradient.outer_config import Overlap
 from swarm.manifest import RunManifest
 from swarm.model.stage import StageModel
 from swarm.optim import StageOptimizer
@@ -43,7 +45,10 @@ class TorchCompute:
         master = self.trainable.flatten({name: p.detach() for name, p in self._parameters.items()})
         shapes = [torch.Size(shape) for shape in self.trainable.shapes]
         self._optimizer = StageOptimizer(manifest.optimizer, master, shapes, manifest.model.stages)
-        self.outer = build_outer(manifest.averaging, self.trainable, manifest.total_steps, master)
+        self.outer = build_outer(
+            manifest.averaging, self.trainable, manifest.total_steps, master, manifest.seed
+        )
+        self.overlap = Overlap(manifest.averaging.outer.overlap, manifest.total_steps)
         self._before: tuple[Tensor, dict[str, Tensor]] | None = None
         """Local weights and moments before the step on trial."""
         self._graphs: dict[MicrobatchKey, tuple[Tensor | None, Tensor]] = {}
@@ -106,20 +111,20 @@ class TorchCompute:
                 self._before = None
         return outer.difference(optimizer.master.cpu())
 
-    def apply_outer(self, average: Tensor, step: int) -> float:
+    def apply_outer(self, average: Tensor, step: int, own: Tensor | None = None) -> float:
         """See StageCompute."""
         outer, optimizer = self._outer(), self._optimizer
         norm = float(torch.linalg.vector_norm(average))
         try:
             with torch.no_grad():
-                outer.apply(average, step, optimizer.master)
+                outer.apply(average, step, optimizer.master, own)
             self._before = None
         finally:
             self.clear()
             self.trainable.write(optimizer.master, self._parameters)
         return norm
 
-    def _outer(self) -> LocalSteps:
+    def _outer(self) -> LocalSteps | Gossip:
         if self.outer is None:
             raise ValueError("this run averages every step")
         return self.outer

@@ -47,7 +47,7 @@ Way = Literal["exchanged", "alone", "local", "none"]
 of its own (local), or there was nothing to take (no weight).
 """
 _WAYS: dict[str, Way] = {"exchanged": "exchanged", "alone": "alone", "local": "local", "none": "none"}
-MAX_PHASES = 8
+MAX_PHASES = 512
 _RAW = FloatChunk("fp32")
 
 
@@ -133,9 +133,10 @@ def update_name(step: int, stage: int) -> str:
     return f"update/{step}/stage-{stage}"
 
 
-def exchanged_update(exchange: Exchange, *, run: str, stage: int, lineage: str, digest: str) -> Update:
-    """The update of an exchange that has ended. lineage: of the weights before."""
-    group = exchange.group
+def exchanged_update(
+    exchange: Exchange, *, group: Group, run: str, stage: int, lineage: str, digest: str
+) -> Update:
+    """The update of an exchange that has ended. group: whose commit applies it. lineage: of the weights before."""
     return Update(
         run=run,
         stage=stage,
@@ -146,19 +147,21 @@ def exchanged_update(exchange: Exchange, *, run: str, stage: int, lineage: str, 
         way="exchanged",
         elements=exchange.elements,
         parts=tuple(Part.of(butterfly.phase, butterfly.split) for butterfly in exchange.butterflies),
-        total_weight=sum(group.weights),
+        total_weight=sum(exchange.group.weights),
         chunks=tuple(chunk for coded in exchange.encoded for chunk in coded),
         slice=exchange.slice,
-        corrector=group.corrector,
+        corrector=exchange.group.corrector,
     )
 
 
-def alone_update(group: Group, contribution: Tensor, *, run: str, stage: int, lineage: str) -> Update:
+def alone_update(
+    group: Group, contribution: Tensor, *, total_weight: int, run: str, stage: int, lineage: str
+) -> Update:
     """The update of a group that exchanged nothing: a member alone, or no weight at all.
 
     contribution: fp32 [elements], which must not change any more: it is kept raw, not copied.
     """
-    is_empty = sum(group.weights) == 0
+    is_empty = total_weight == 0
     split = Split(contribution.numel(), 1, LIMITS.averaging_chunk_elements)
     pieces = () if is_empty else torch.split(contribution.detach().contiguous(), split.chunk_elements)
     return Update(
@@ -171,15 +174,18 @@ def alone_update(group: Group, contribution: Tensor, *, run: str, stage: int, li
         way="none" if is_empty else "alone",
         elements=contribution.numel(),
         parts=() if is_empty else (Part.of(Phase(contribution.numel(), _RAW), split),),
-        total_weight=sum(group.weights),
+        total_weight=total_weight,
         chunks=tuple(piece.view(torch.uint8) for piece in pieces),
         corrector=group.corrector,
     )
 
 
-def local_update(group: Group, elements: int, *, run: str, stage: int, lineage: str) -> Update:
-    """The update of a local step: no more than that it was committed. elements: of the stage's weights."""
-    total = sum(group.weights)
+def local_update(
+    group: Group, elements: int, *, is_still: bool, run: str, stage: int, lineage: str
+) -> Update:
+    """The update of a commit that settles no average: no more than that it was committed. elements: of the stage's
+    weights. is_still: whether the members took no step of their own either.
+    """
     return Update(
         run=run,
         stage=stage,
@@ -187,10 +193,10 @@ def local_update(group: Group, elements: int, *, run: str, stage: int, lineage: 
         lineage=lineage,
         group=group.id,
         digest=alone_digest(group.id, group.corrector),
-        way="local" if total else "none",
+        way="none" if is_still else "local",
         elements=elements,
         parts=(),
-        total_weight=total,
+        total_weight=sum(group.weights),
         corrector=group.corrector,
     )
 
@@ -238,10 +244,12 @@ def apply_update(compute: StageCompute, update: Update, correct: Correct | None 
     if update.way in ("local", "none"):  # the weights that replicas share stay what they are
         compute.clear()
         return None
-    compressor = compute.compressor
-    averages = averages_of(update, compressor.phases(update.step))
+    compressor, start = compute.compressor, compute.overlap.settled(update.step)
+    if start is None:
+        raise UpdateError(f"the update of step {update.step} holds an average before there was one")
+    averages = averages_of(update, compressor.phases(start))
     try:
-        average = averages[0] if update.way == "alone" else compressor.replay(averages, update.step)
+        average = averages[0] if update.way == "alone" else compressor.replay(averages, start)
     except ValueError as error:
         raise UpdateError(f"the update of step {update.step}: {error}") from error
     try:

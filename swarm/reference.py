@@ -21,6 +21,7 @@ from swarm.activation.base import BoundaryCodec, CodecKey
 from swarm.activation.calibrate import cast_parameters_, decoder_layers, replace_hidden
 from swarm.adams import AdamS
 from swarm.batch import IGNORED_LABEL, Batch
+from swarm.gradient.outer_config import Overlap
 from swarm.model.packed import packed_kwargs
 from swarm.optim import OptimizerConfig, learning_rate
 
@@ -57,6 +58,8 @@ class ReferenceTrainer:
         (it scales what the codecs see); None divides by the loss tokens of the step.
     corrector: corrects a step's averaged gradients (fp32, by parameter name) in place, before they are clipped;
         called with them and the step. None leaves them alone. `corrector` may be replaced between steps.
+    overlap: 1 applies every step's gradients with the step after it, and the last two steps' together, as a swarm does
+        whose averages travel while the next step runs (`swarm.gradient.outer_config.Overlap`).
 
     Raises ValueError when cuts and codecs differ in number or a frozen part is unknown.
     """
@@ -73,6 +76,7 @@ class ReferenceTrainer:
         compute_dtype: torch.dtype = torch.float32,
         reference_loss_tokens: int | None = None,
         corrector: Callable[[dict[str, Tensor], int], object] | None = None,
+        overlap: int = 0,
     ) -> None:
         if len(cuts) != len(codecs):
             raise ValueError(f"{len(cuts)} boundaries need as many codecs (or None), got {len(codecs)}")
@@ -83,6 +87,8 @@ class ReferenceTrainer:
         self._sums: dict[str, Tensor] = {}
         self._config = optimizer
         self._total_steps = total_steps
+        self._overlap = Overlap(overlap, total_steps)
+        self._owed: tuple[dict[str, Tensor], int] | None = None
         self._dtype = compute_dtype
         self._reference_loss_tokens = reference_loss_tokens
         self._stages = len(cuts) + 1
@@ -116,11 +122,30 @@ class ReferenceTrainer:
         they were, for a gradient that is not finite.
         """
         loss = self.accumulate(batches, step)
-        if any(batch.loss_tokens for batch in batches):
+        taken = self._exchange_for_owed(self.gradients, sum(batch.loss_tokens for batch in batches), step)
+        if taken is not None and taken[1]:
+            self.gradients = taken[0]
             if self.corrector is not None:
                 self.corrector(self.gradients, step)
             self.apply(step)
         return loss
+
+    def _exchange_for_owed(
+        self, gradients: dict[str, Tensor], tokens: int, step: int
+    ) -> tuple[dict[str, Tensor], int] | None:
+        """What is applied with a step, and its tokens: the gradients just made, if nothing overlaps."""
+        earlier, self._owed = self._owed, None
+        if self._overlap.travels(step) or self._overlap.waits(step):
+            self._owed = gradients, tokens
+            return earlier
+        if earlier is None or not earlier[1]:
+            return gradients, tokens
+        total = tokens + earlier[1]
+        both = {
+            name: (gradient * tokens + earlier[0][name] * earlier[1]) / total
+            for name, gradient in gradients.items()
+        }
+        return both, total
 
     def accumulate(self, batches: Sequence[Batch], step: int | None) -> float:
         """Set `gradients` to those of the mean token loss (fp32, by name); the weights stay as they are.

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from benchmarks.quality.config import RowConfig
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import check_combination, compressor_config
-from swarm.gradient.outer import EveryStepConfig, LocalStepsConfig
+from swarm.gradient.outer_config import EveryStepConfig, LocalStepsConfig
 from swarm.model.source import DEMO_MODEL
 from swarm.optim import OptimizerConfig
 

@@ -49,7 +49,9 @@ class Replicas:
             build_averaging(self._averaging, self.layout, config.steps, config.seed)
             for _ in range(config.replicas)
         ]
-        self.outer = build_outer(self._averaging, self.layout, config.steps, self._weights(self._trainers[0]))
+        self.outer = build_outer(
+            self._averaging, self.layout, config.steps, self._weights(self._trainers[0]), config.seed
+        )
         self._data = config.data_config()
 
     def step(self, step: int, course: Course) -> None:

@@ -14,7 +14,7 @@ from peers.limits import LIMITS
 from swarm.gradient.averaging import AveragingConfig, build_averaging
 from swarm.gradient.compressor import round_bytes
 from swarm.gradient.config import check_combination, compressor_config
-from swarm.gradient.outer import EveryStepConfig, LocalStepsConfig
+from swarm.gradient.outer_config import OUTERS, EveryStepConfig, OuterConfig, interval
 from swarm.gradient.robust import RobustConfig
 from swarm.manifest import RunManifest
 from swarm.optim import OptimizerConfig
@@ -55,21 +55,27 @@ def averaging_config(options: RunOptions, optimizer: OptimizerConfig) -> Averagi
         ) from error
 
 
-def _outer_config(options: RunOptions) -> EveryStepConfig | LocalStepsConfig:
+def _outer_config(options: RunOptions) -> OuterConfig:
     given = _named_values("--outer-options", options.outer_options)
+    if options.outer_overlap:
+        given["overlap"] = options.outer_overlap
     if options.outer == "every_step":
-        if given or options.outer_every is not None:
+        if options.outer_options or options.outer_every is not None:
             raise UserError(
-                "--outer-every and --outer-options need --outer local_sgd, diloco or streaming_diloco"
+                "--outer-every and --outer-options need --outer local_sgd, diloco, streaming_diloco, sparta or gasloc"
             )
-        return EveryStepConfig()
+        if options.outer_overlap > 1:
+            raise UserError(
+                f"--outer-overlap {options.outer_overlap}: gradients of every step may travel during one more step (1)"
+            )
+        return EveryStepConfig(overlap=options.outer_overlap)
     every = options.outer_every if options.outer_every is not None else min(OUTER_EVERY, options.steps)
     if every > options.steps:
         raise UserError(
             f"--outer-every {every}: the run has {options.steps} steps, so nothing would be averaged"
         )
     try:
-        return LocalStepsConfig.model_validate({"name": options.outer, "every": every, **given})
+        return OUTERS.validate_python({"name": options.outer, "every": every, **given})
     except ValidationError as error:
         raise UserError(f"--outer {options.outer}: {_first(error)}") from error
 
@@ -102,7 +108,7 @@ def averaging_note(manifest: RunManifest, link_mbps: float) -> str:
     how long its line takes for it.
     """
     averaging = manifest.averaging
-    every = averaging.outer.every if isinstance(averaging.outer, LocalStepsConfig) else 1
+    every = interval(averaging.outer)
     sizes: list[tuple[int, int, int, int]] = []
     for stage in range(manifest.model.stages):
         trainable = stage_trainable(manifest, stage)

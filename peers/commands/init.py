@@ -145,15 +145,21 @@ class RunOptions(CommandOptions):
     averaging_options: tuple[str, ...] = ()
     """More of the compressor's options, as NAME=VALUE: error_feedback=false, momentum=0.9 (dgc), block=64 (int8)..."""
 
-    outer: Literal["every_step", "local_sgd", "diloco", "streaming_diloco"] = "every_step"
+    outer: Literal["every_step", "local_sgd", "diloco", "streaming_diloco", "sparta", "gasloc"] = "every_step"
     """When replicas average. every_step: gradients, at every step. local_sgd: their weights, every so many steps of
-    their own. diloco: the same with an outer optimizer. streaming_diloco: a fragment of the stage at a time."""
+    their own. diloco: the same with an outer optimizer. streaming_diloco: a fragment of the stage at a time. sparta:
+    one random slice of the weights after another. gasloc: in random pairs, all of them now and then."""
 
     outer_every: int | None = None
-    """local_sgd, diloco, streaming_diloco: steps from one average of a weight to the next; 20 without it."""
+    """Other than every_step: steps from one average of a weight to the next (gasloc: to the next pair); 20 without
+    it."""
+
+    outer_overlap: int = 0
+    """Steps that are trained while an average travels: it is applied after the last of them. every_step: 0 or 1."""
 
     outer_options: tuple[str, ...] = ()
-    """More of the outer loop's options, as NAME=VALUE: learning_rate=0.7, momentum=0.9, fragments=4, keep_local=0.5."""
+    """More of the outer loop's options, as NAME=VALUE: learning_rate=0.7, momentum=0.9, fragments=4, keep_local=0.5,
+    coupling=1.0, consensus=10 (gasloc)."""
 
     norm_bound: float | None = 10.0
     """A replica's part is left out if its norm is over so many times the median of three or more; none takes any."""

@@ -7,13 +7,10 @@ from torch import Tensor
 
 from swarm.gradient.compressor import Compressor
 from swarm.gradient.config import CompressorConfig, compressor_config
-from swarm.gradient.outer import (
-    EveryStepConfig,
-    FragmentCompressor,
-    LocalSteps,
-    LocalStepsConfig,
-    OuterConfig,
-)
+from swarm.gradient.fragments import FragmentCompressor
+from swarm.gradient.gossip import Gossip, OuterStepCompressor
+from swarm.gradient.outer import LocalSteps
+from swarm.gradient.outer_config import EveryStepConfig, GossipConfig, LocalStepsConfig, OuterConfig
 from swarm.gradient.registry import build_compressor
 from swarm.gradient.robust import RobustConfig
 from swarm.model.trainable import TrainableSet
@@ -30,10 +27,22 @@ class AveragingConfig(BaseModel):
 
     @model_validator(mode="after")
     def _outer_suits_the_compressor(self) -> AveragingConfig:
-        if isinstance(self.outer, LocalStepsConfig) and self.compressor.name in ("dgc", "scape"):
+        name, loop = self.compressor.name, self.outer.name
+        if isinstance(self.outer, EveryStepConfig):
+            return self
+        if name in ("dgc", "scape"):
             raise ValueError(
-                f"{self.compressor.name} accumulates gradients, and {self.outer.name} averages how far replicas have "
-                "come: choose topk, or average every step"
+                f"{name} accumulates gradients, and {loop} averages how far replicas have come: choose topk, or "
+                "average every step"
+            )
+        if loop == "sparta" and name == "powersgd":
+            raise ValueError(
+                "powersgd factors matrices, and sparta's slices are none: choose int8, or diloco"
+            )
+        if loop == "gasloc" and name == "powersgd":
+            raise ValueError(
+                "powersgd's factors follow from averages that all replicas have, and gasloc's pairs have each their "
+                "own: choose int8 or topk"
             )
         return self
 
@@ -44,13 +53,18 @@ def build_averaging(
     """What a stage's replicas average: the compressor, of each fragment where there is an outer loop."""
     if isinstance(config.outer, LocalStepsConfig):
         return FragmentCompressor(config.compressor, config.outer, trainable, total_steps, run_seed)
-    return build_compressor(config.compressor, trainable, run_seed)
+    compressor = build_compressor(config.compressor, trainable, run_seed)
+    if isinstance(config.outer, GossipConfig):
+        return OuterStepCompressor(compressor, config.outer, total_steps)
+    return compressor
 
 
 def build_outer(
-    config: AveragingConfig, trainable: TrainableSet, total_steps: int, weights: Tensor
-) -> LocalSteps | None:
+    config: AveragingConfig, trainable: TrainableSet, total_steps: int, weights: Tensor, run_seed: int
+) -> LocalSteps | Gossip | None:
     """The outer loop of a stage that begins from these weights (fp32 [numel]); None if every step averages."""
     if isinstance(config.outer, LocalStepsConfig):
-        return LocalSteps(config.outer, trainable, total_steps, weights)
+        return LocalSteps(config.outer, trainable, total_steps, weights, run_seed)
+    if isinstance(config.outer, GossipConfig):
+        return Gossip(config.outer, total_steps, weights)
     return None

@@ -41,10 +41,19 @@ torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
 def stage_run(
-    directory: Path, *, values: str = "fp16", hidden: int = 16, compute: str = "fp32", **more: Any
+    directory: Path,
+    *,
+    values: str = "fp16",
+    hidden: int = 16,
+    layers: int = 1,
+    compute: str = "fp32",
+    **more: Any,
 ) -> RunManifest:
-    """A signed manifest of two stages, and the first one's initial file in `directory`. more: fields of it."""
-    model = ModelSection(name="tiny", config=tiny_config("llama", 2, hidden, 64).to_dict(), cuts=(1,))
+    """A signed manifest of two stages, and the initial file of the first, of so many layers, in `directory`. more:
+    fields of the manifest.
+    """
+    config = tiny_config("llama", layers + 1, hidden, 64).to_dict()
+    model = ModelSection(name="tiny", config=config, cuts=(layers,))
     rows = ChunkInfo(name="train-00000.safetensors", sha256="0" * 64, nbytes=1, samples=1)
     data = DataIndex(
         sequence_length=8,
@@ -185,13 +194,19 @@ class Members:
             compression.commit()
             await self._engine.submit(JobPriority.ROUND, _apply, compute, average, group.step, exchange.slice)
             return exchanged_update(
-                exchange, run=self._manifest.run_id, stage=STAGE, lineage=self.lineage, digest=digest
+                exchange,
+                group=group,
+                run=self._manifest.run_id,
+                stage=STAGE,
+                lineage=self.lineage,
+                digest=digest,
             )
 
         return list(await asyncio.gather(*(member(name) for name in group.members)))
 
     async def _alone(self, group: Group, vector: Tensor) -> Update:
-        update = alone_update(group, vector, run=self._manifest.run_id, stage=STAGE, lineage=self.lineage)
+        place: dict[str, Any] = {"run": self._manifest.run_id, "stage": STAGE, "lineage": self.lineage}
+        update = alone_update(group, vector, total_weight=sum(group.weights), **place)
         assert update.digest == alone_digest(group.id)
         for compute in self.computes.values():  # the others come back in step: as after a COMMIT of their own
             if sum(group.weights):

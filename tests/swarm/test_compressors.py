@@ -10,6 +10,7 @@ import pytest
 from peers.compute import stage_trainable
 from peers.limits import LIMITS
 from swarm.gradient.averaging import build_averaging
+from swarm.gradient.outer_config import Overlap
 from swarm.gradient.split import Split
 from swarm.manifest import RunManifest
 from tests.kit.evaluation import final_loss, snapshot, unequal_tensors
@@ -36,6 +37,22 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
         "outer_every": 4,
         "outer_options": ("fragments=2",),
     },
+    "overlap": {"averaging": "powersgd", "averaging_rank": 2, "outer_overlap": 1},
+    "streaming-overlap": {
+        "averaging": "int8",
+        "outer": "streaming_diloco",
+        "outer_every": 4,
+        "outer_options": ("fragments=2",),
+        "outer_overlap": 2,
+    },
+    "sparta": {
+        "averaging": "fp16",
+        "outer": "sparta",
+        "outer_every": 4,
+        "outer_options": ("fragments=4",),
+        "outer_overlap": 1,
+    },
+    "gasloc": {"averaging": "int8", "outer": "gasloc", "outer_every": 2, "outer_options": ("consensus=4",)},
 }
 
 
@@ -63,7 +80,7 @@ def has_worked(member: Member) -> bool:
     return any(line["keys"] and line["peer"] in line["roster"] for line in member.ledger())
 
 
-@pytest.mark.parametrize("name", ["powersgd", "scape", "diloco"])
+@pytest.mark.parametrize("name", ["powersgd", "scape", "diloco", "overlap", "gasloc"])
 def test_a_joiner_and_those_who_outlive_a_member_hold_the_same_bits(swarm: Swarm, name: str) -> None:
     """What members share beside the weights comes with the snapshot and the updates; a round that a death ended
     changed nothing of it.
@@ -154,7 +171,8 @@ def moved(run_dir: Path, stage: int, steps: int) -> tuple[int, int]:
         manifest.averaging, stage_trainable(manifest, stage), manifest.total_steps, manifest.seed
     )
     nbytes = frames = 0
-    for step in range(steps):
+    overlap = Overlap(manifest.averaging.outer.overlap, steps)
+    for step in filter(lambda start: start is not None, map(overlap.settled, range(steps))):
         for phase in compressor.phases(step):
             split = Split(phase.elements, 2, LIMITS.averaging_chunk_elements)
             # Each chunk goes to its reducer once, and once back.

@@ -71,6 +71,30 @@ def test_peers_train_like_the_reference(
         assert reported == pytest.approx(losses[-1], abs=1e-4)
 
 
+def test_averages_that_travel_are_applied_a_step_late_as_by_the_reference(swarm: Swarm) -> None:
+    run_dir = swarm.make_run(
+        stages=2, replicas=2, steps=STEPS + 2, optimizer="sgd", learning_rate=0.1, outer_overlap=1
+    )
+    swarm.seed()
+    names = [f"{stage}-{replica}" for stage in range(2) for replica in range(2)]
+    for name in names:
+        swarm.join(int(name[0]), name)
+    assert swarm.wait_exits(names, 120.0) == dict.fromkeys(names, 0), swarm.report()
+    manifest = RunManifest.load(run_dir / "manifest.yaml")
+    trained, initial, _ = reference(manifest, run_dir, swarm.folder / "model")
+    prompt, _, _ = reference(manifest, run_dir, swarm.folder / "model", overlap=0)
+    stages = [[trained_weights(swarm.folder / f"{s}-{r}", STEPS + 2) for r in range(2)] for s in range(2)]
+    found = {name: tensor for stage in stages for name, tensor in stage[0].items()}
+    assert set(found) == set(trained)
+    assert sum(float((trained[name] - initial[name]).norm()) for name in trained) > 1e-3
+    late = sum(float((trained[name] - prompt[name]).norm()) for name in trained)
+    for name, tensor in trained.items():
+        torch.testing.assert_close(found[name], tensor, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+    assert late > 1e-3, "a delay changes nothing here, so equality would not show one"
+    for first, second in stages:
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_peers_that_predict_from_token_ids_train_like_the_reference(swarm: Swarm) -> None:
     """Codec basis: both ends have the ids, the run's token table and the prior of its boundary."""
     run_dir = swarm.make_run(
@@ -114,6 +138,7 @@ def reference(
     run_dir: Path,
     model_dir: Path,
     corrector: Callable[[dict[str, Tensor], int], object] | None = None,
+    overlap: int | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Weights after the run's steps by the oracle, weights before, and the loss of every step."""
     from transformers import AutoModelForCausalLM
@@ -127,6 +152,7 @@ def reference(
         manifest.total_steps,
         reference_loss_tokens=manifest.reference_loss_tokens,
         corrector=corrector,
+        overlap=manifest.averaging.outer.overlap if overlap is None else overlap,
     )
     initial = {name: master.detach().clone() for name, master in trainer.masters.items()}
     for stage in range(manifest.model.stages):

@@ -19,6 +19,7 @@ from peers.round_messages import Arrival, Commit, Group, compact
 from peers.round_work import StepSizes
 from swarm.anchor.config import NoCorrectorConfig
 from swarm.gradient.chunk import FloatChunk
+from swarm.gradient.outer_config import Overlap
 from swarm.gradient.plain import PlainCompressor
 from swarm.gradient.robust import RobustConfig
 from swarm.model.trainable import TrainableSet
@@ -73,6 +74,7 @@ def averaging(tasks: asyncio.TaskGroup, owner: Owner, stage: int = 0) -> Averagi
         compute=SimpleNamespace(
             trainable=SimpleNamespace(numel=8),
             outer=None,
+            overlap=Overlap(0, 100),
             compressor=PlainCompressor(8, FloatChunk("fp32"), False),
         ),
         engine=Engine(),

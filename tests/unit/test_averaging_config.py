@@ -12,7 +12,7 @@ from peers.commands.init import RunOptions
 from peers.config import UserError
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import DGCConfig, PlainConfig, PowerSGDConfig
-from swarm.gradient.outer import EveryStepConfig, LocalStepsConfig
+from swarm.gradient.outer_config import EveryStepConfig, LocalStepsConfig
 from swarm.optim import OptimizerConfig
 
 OPTIONS = RunOptions(model="m", stages=2, steps=100)

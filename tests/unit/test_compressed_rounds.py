@@ -148,7 +148,9 @@ def test_members_hold_what_one_process_computes_bit_for_bit(
                 assert torch.equal(results[peer][0], expected[member])  # type: ignore[index]
                 mesh.compressions[peer].commit()
                 assert real[member].digest() == simulated[member].digest()
-            update = exchanged_update(mesh.exchanges["peer-1"], run="r", stage=0, lineage="", digest="d")
+            update = exchanged_update(
+                mesh.exchanges["peer-1"], group=mesh.group, run="r", stage=0, lineage="", digest="d"
+            )
             replayed = joiner.replay(averages_of(update, joiner.phases(step)), step)
             assert torch.equal(replayed, expected[0])
             common, its = real[0].common_state(), joiner.common_state()

@@ -11,23 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from peers.compute import StageCompute
-from peers.corrections import Corrections
 from peers.engine import Engine
-from peers.exchange import Exchange, ExchangeError
-from peers.frames import Kind
-from peers.round_messages import Commit, Group
-from peers.round_work import Average, RoundWork, StepSizes
-from peers.updates import Update, apply_update, read_update, write_update
-from swarm.anchor.config import NoCorrectorConfig
+from peers.exchange import ExchangeError
+from peers.round_messages import Group
+from peers.updates import apply_update, read_update, write_update
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import compressor_config
-from swarm.gradient.outer import LocalStepsConfig
+from swarm.gradient.outer_config import LocalStepsConfig
 from swarm.manifest import RunManifest
 from swarm.optim import StageOptimizer
-from tests.kit.members import _Wire, running_engine, stage_compute, stage_run
+from tests.kit.members import running_engine, stage_compute, stage_run
+from tests.kit.replicas import Replicas, weights_of
 
 EVERY, STEPS = 3, 7
 NAMES = ("member-0", "member-1")
@@ -45,105 +40,6 @@ def make_run(folder: Path, name: str = "diloco", compressor: str = "fp32", **fie
     return stage_run(folder, averaging=averaging, total_steps=STEPS)
 
 
-class Replicas:
-    """Two members of a stage, in lockstep."""
-
-    def __init__(self, manifest: RunManifest, folder: Path, engine: Engine) -> None:
-        self.manifest, self.engine = manifest, engine
-        self.computes = {name: stage_compute(manifest, folder) for name in NAMES}
-        self.works = {
-            name: RoundWork(
-                compute,
-                engine,
-                Corrections(NoCorrectorConfig(), 0, compute.trainable, "cpu"),
-                StepSizes(microbatch=8, step=8),
-                manifest.run_id,
-                0,
-                name,
-            )
-            for name, compute in self.computes.items()
-        }
-        self.updates: list[Update] = []
-
-    async def step(self, step: int, tokens: tuple[int, int], attempts: int = 1) -> tuple[int, ...]:
-        """One step that commits at its last attempt; returns the weights of its round."""
-        for name, count in zip(NAMES, tokens, strict=True):
-            self.accumulate(name, step, count)
-        weights = tuple(
-            work.weight(step, count) for work, count in zip(self.works.values(), tokens, strict=True)
-        )
-        for attempt in range(attempts):
-            group = Group(f"g{step}-{attempt}", step, attempt, NAMES[0], NAMES, weights, ("", ""), "")
-            made = await self.attempt(group, tokens)
-        commit = Commit(group.id, step, group.attempt, made[0].digest, NAMES[0], NAMES, weight=sum(weights))
-        assert made[0].digest == made[1].digest
-        for work, average in zip(self.works.values(), made, strict=True):
-            await work.apply(average, commit)
-        self.updates.append(made[0].update)
-        return weights
-
-    def accumulate(self, name: str, step: int, tokens: int) -> None:
-        compute: Any = self.computes[name]
-        compute._accumulator.copy_(
-            own_gradient(compute, name, step) * tokens / self.manifest.reference_loss_tokens
-        )
-
-    async def attempt(self, group: Group, tokens: tuple[int, int], last: int | None = None) -> list[Average]:
-        """last: frames after which the second member says nothing more; then this raises ExchangeError."""
-        exchanges: dict[str, Exchange] = {}
-        counts = {NAMES[0]: None, NAMES[1]: last}
-        if not self.works[NAMES[0]].is_local(group.step):
-            for name in NAMES:
-                compute = self.computes[name]
-                exchanges[name] = Exchange(
-                    group,
-                    name,
-                    compute.trainable.numel,
-                    compute.compressor.phases(group.step),
-                    self.engine,
-                    lambda target, source=name, wires={}: wires.setdefault(  # type: ignore[misc,arg-type,return-value]
-                        target, Breaking(exchanges, source, target, counts[source])
-                    ),
-                    slice_span=self.works[name].slice_span(group.step),
-                    deadline_s=60.0 if last is None else 0.5,
-                )
-        results = await asyncio.gather(
-            *(
-                self.works[name].average(group, exchanges.get(name), "", count)
-                for name, count in zip(NAMES, tokens, strict=True)
-            ),
-            return_exceptions=True,
-        )
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
-            raise failures[0]
-        return [result for result in results if isinstance(result, Average)]
-
-
-class Breaking(_Wire):
-    """Breaks after so many frames. None: never."""
-
-    def __init__(self, exchanges: dict[str, Exchange], source: str, target: str, count: int | None) -> None:
-        super().__init__(exchanges, source, target)
-        self.left = count
-
-    async def send(self, kind: Kind, header: dict[str, Any], payload: list[memoryview]) -> None:
-        if self.left is not None:
-            if not self.left:
-                raise ConnectionError("gone")
-            self.left -= 1
-        await super().send(kind, header, payload)
-
-
-def own_gradient(compute: StageCompute, name: str, step: int) -> Tensor:
-    seed = 100 * step + NAMES.index(name)
-    return torch.randn(compute.trainable.numel, generator=torch.Generator().manual_seed(seed))
-
-
-def weights_of(compute: Any) -> Tensor:
-    return compute._optimizer.master.clone()  # type: ignore[no-any-return]
-
-
 def test_members_train_as_the_equations_say(engine: Engine, tmp_path: Path) -> None:
     """Against two optimizers and an outer step written out here."""
     manifest = make_run(tmp_path)
@@ -159,7 +55,7 @@ def test_members_train_as_the_equations_say(engine: Engine, tmp_path: Path) -> N
         recent.append(tokens)
         for name, oracle, count in zip(NAMES, oracles, tokens, strict=True):
             if count:
-                oracle.apply(own_gradient(compute, name, step), step, STEPS)
+                oracle.apply(replicas.gradient(name, step), step, STEPS)
         if (step + 1) % EVERY == 0 or step + 1 == STEPS:
             sums = [sum(each[i] for each in recent[-EVERY:]) for i in range(2)]
             assert list(weights) == sums

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from swarm.gradient.averaging import AveragingConfig, build_averaging
 from swarm.gradient.config import compressor_config
-from swarm.gradient.outer import LocalSteps, LocalStepsConfig, due, split_into_fragments
+from swarm.gradient.fragments import random_slices, split_into_fragments
+from swarm.gradient.outer import LocalSteps
+from swarm.gradient.outer_config import LocalStepsConfig, due
 from swarm.gradient.registry import build_compressor
 from swarm.gradient.simulate import average_group
 from swarm.model.trainable import TrainableSet
@@ -126,7 +128,8 @@ def test_fragments_stride_over_the_layers_and_cover_every_element_once() -> None
     )
     covered = torch.zeros(LAYOUT.numel)
     for fragment in split_into_fragments(LAYOUT, 3):
-        assert sum(span.stop - span.start for span in fragment.spans) == fragment.trainable.numel
+        assert isinstance(fragment.places, tuple)
+        assert sum(span.stop - span.start for span in fragment.places) == fragment.trainable.numel
         fragment.scatter(fragment.gather(covered) + 1, covered)
     assert torch.equal(covered, torch.ones(LAYOUT.numel))
 
@@ -196,8 +199,11 @@ def test_names_bring_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"name": "local_sgd", "momentum": 0.9}, "makes it diloco"),
+        ({"name": "local_sgd", "momentum": 0.9}, "belongs to diloco"),
+        ({"name": "sparta", "learning_rate": 0.5}, "belongs to diloco"),
+        ({"name": "sparta", "keep_local": 0.5}, "no place"),
         ({"name": "diloco", "fragments": 2}, "belong to streaming_diloco"),
+        ({"name": "streaming_diloco", "every": 6, "fragments": 3, "overlap": 3}, "overlap of 3 steps"),
         ({"name": "streaming_diloco", "every": 3, "fragments": 4}, "at most one"),
         ({"name": "diloco", "every": 0}, "every"),
         ({"name": "gasloc"}, "name"),
@@ -212,3 +218,41 @@ def test_loops_that_make_no_sense_are_refused(fields: dict[str, Any], reason: st
 def test_compressors_of_gradients_are_refused_for_differences_of_weights(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} accumulates gradients"):
         AveragingConfig(compressor=compressor_config(name), outer=loop())
+
+
+# -- random slices ---------------------------------------------------------------------------------------
+
+
+@given(elements=st.integers(1, 5000), count=st.integers(1, 60), seed=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_slices_cover_every_element_once_and_are_even(elements: int, count: int, seed: int) -> None:
+    slices = random_slices(elements, count, seed)
+    covered = torch.zeros(elements)
+    for each in slices:
+        each.scatter(each.gather(covered) + 1, covered)
+        assert each.trainable.numel in (elements // count, elements // count + 1)
+    assert torch.equal(covered, torch.ones(elements))
+    again = random_slices(elements, count, seed)
+    assert all(torch.equal(a.places, b.places) for a, b in zip(slices, again, strict=True))  # type: ignore[arg-type]
+
+
+def test_slices_are_random_and_those_of_another_run_are_others() -> None:
+    first, other = (random_slices(20_000, 10, seed)[0].places for seed in (1, 2))
+    assert isinstance(first, Tensor) and isinstance(other, Tensor)
+    shared = len(set(first.tolist()) & set(other.tolist()))
+    assert 120 < shared < 280  # a tenth of 2,000, give or take six deviations
+    assert float((first % 10).double().mean()) == pytest.approx(4.5, abs=0.4)
+
+
+def test_sparta_averages_a_slice_and_leaves_the_rest() -> None:
+    start, *ways = vectors(3, 6)
+    outers = [LocalSteps(loop("sparta", 4, fragments=4), LAYOUT, 100, start, SEED) for _ in ways]
+    locals_ = [start + way for way in ways]
+    for step in range(4):
+        differences = [outer.difference(local) for outer, local in zip(outers, locals_, strict=True)]
+        for outer, local in zip(outers, locals_, strict=True):
+            outer.apply(sum(differences, torch.zeros(())) / 2, step, local)
+        equal = locals_[0] == locals_[1]
+        assert int(equal.sum()) == sum(outers[0].fragments[f].trainable.numel for f in range(step + 1))
+    torch.testing.assert_close(locals_[0], start + (ways[0] + ways[1]) / 2)
+    assert torch.equal(locals_[0], outers[1].globals)

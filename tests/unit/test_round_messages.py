@@ -26,8 +26,10 @@ from peers.round_messages import (
 )
 
 HELD = Held("g", "d", 3, "b", ("a", "b"), "a", ("a", "b", "c"), 12, ((0, 1),), False)
-ARRIVAL = Arrival(4, "p", ((0, 0), (1, 2)), 7, HELD, ((0, 1),), "00ff", "line", 2)
-GROUP = Group("i", 4, 2, "a", ("a", "b"), (1, 0), ("h", "k"), "p", ((0, 1),), "aB", "line", HELD)
+ARRIVAL = Arrival(4, "p", ((0, 0), (1, 2)), 7, HELD, ((0, 1),), "00ff", "line", 2, owed=3, settled="0" * 64)
+GROUP = Group(
+    "i", 4, 2, "a", ("a", "b"), (1, 0), ("h", "k"), "p", ((0, 1),), "aB", "line", HELD, "", (2, 0), "1" * 64
+)
 COMMIT = Commit("g", 4, 2, "d", "a", ("a", "b"), b"plan", ("a",), "line", ("x",), ((0, 1),), 12)
 
 
@@ -57,7 +59,8 @@ def test_what_is_sent_is_what_is_read(message: Any, parse: Callable[[dict[str, A
         (ARRIVAL, parse_arrival, {"sketch": "xyz"}),
         (ARRIVAL, parse_arrival, {"lost": [[0, 0]]}),
         (ARRIVAL, parse_arrival, {"lost": [[0, 9], [0, 9]]}),
-        (ARRIVAL, parse_arrival, {"keys": []}),
+        (ARRIVAL, parse_arrival, {"owed": -1}),
+        (ARRIVAL, parse_arrival, {"settled": "no hash"}),
         (ARRIVAL, parse_arrival, {"keys": [[0, -1]]}),
         (ARRIVAL, parse_arrival, {"keys": [[0, 10**30]]}),
         (ARRIVAL, parse_arrival, {"held": {"group": "g"}}),
@@ -70,6 +73,8 @@ def test_what_is_sent_is_what_is_read(message: Any, parse: Callable[[dict[str, A
         (GROUP, group_of, {"members": ["a", "a"]}),
         (GROUP, group_of, {"weights": [1]}),
         (GROUP, group_of, {"weights": [1, True]}),
+        (GROUP, group_of, {"owed": [1]}),
+        (GROUP, group_of, {"owed": [1, -1]}),
         (GROUP, group_of, {"lost": "all"}),
         (COMMIT, parse_commit, {"roster": ["a", "a"]}),
         (COMMIT, parse_commit, {"followers": ["x"] * 2}),
