@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from benchmarks.quality.config import RowConfig
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import check_combination, compressor_config
-from swarm.gradient.outer_config import EveryStepConfig, LocalStepsConfig
+from swarm.gradient.outer_config import OUTERS
 from swarm.model.source import DEMO_MODEL
 from swarm.optim import OptimizerConfig
 
@@ -108,7 +108,7 @@ def _row(
     outer: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Row:
-    loop = LocalStepsConfig.model_validate(outer) if outer is not None else EveryStepConfig()
+    loop = OUTERS.validate_python(outer if outer is not None else {"name": "every_step"})
     averaging = AveragingConfig(compressor=compressor_config(compressor, **fields), outer=loop)
     changes = {"skip_zeros": True} if optimizer == "adams" else {}
     return Row(name, says, averaging.model_dump(mode="json"), optimizer, changes)
@@ -151,6 +151,32 @@ ROWS = (
         "streaming-10",
         "Streaming DiLoCo without overlap, every 10 steps in 5 fragments",
         outer={"name": "streaming_diloco", "every": 10, "fragments": 5},
+    ),
+    _row(
+        "streaming-10-e3m0-overlap-2",
+        "Streaming DiLoCo, 4 bits, two steps of overlap",
+        "e3m0",
+        outer={"name": "streaming_diloco", "every": 10, "fragments": 5, "overlap": 2},
+    ),
+    _row(
+        "sparta-10",
+        "SPARTA, a tenth of the weights after every step, one step of overlap",
+        outer={"name": "sparta", "every": 10, "fragments": 10, "overlap": 1},
+    ),
+    _row(
+        "gasloc-5",
+        "GASLoC, a pair every 5 steps, all every 20",
+        outer={"name": "gasloc", "every": 5, "consensus": 4},
+    ),
+    _row(
+        "fp16-overlap", "gradients as fp16, applied one step late", outer={"name": "every_step", "overlap": 1}
+    ),
+    _row(
+        "powersgd-4-overlap",
+        "PowerSGD of rank 4, applied one step late",
+        "powersgd",
+        rank=4,
+        outer={"name": "every_step", "overlap": 1},
     ),
 )
 """In the order of the table; the first is what the others are compared with, unless one of their optimizer is there."""

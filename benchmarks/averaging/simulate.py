@@ -15,6 +15,8 @@ from benchmarks.quality.prepare import Prepared
 from peers.limits import LIMITS
 from swarm.gradient.averaging import build_averaging, build_outer
 from swarm.gradient.compressor import Compressor, round_bytes
+from swarm.gradient.gossip import Gossip, pair_of
+from swarm.gradient.outer_config import Overlap
 from swarm.gradient.simulate import average_group
 from swarm.model.trainable import TrainableSet
 from swarm.reference import ReferenceTrainer
@@ -35,12 +37,22 @@ class Course:
     averaging_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """What the replicas had after a step: fp32 [elements] each, and their weights."""
+
+    step: int
+    vectors: list[Tensor]
+    weights: list[int]
+
+
 class Replicas:
     """The whole model as one stage, and its members."""
 
     def __init__(self, config: AveragingRow, prepared: Prepared) -> None:
         self.config, self._prepared, self._averaging = config, prepared, config.averaging_config()
-        self._is_local = self._averaging.outer.name != "every_step"
+        loop = self._averaging.outer
+        self._is_local = loop.name != "every_step"
         # Replicas that average every step have the same weights: one model stands for all.
         self._trainers = [self._trainer() for _ in range(config.replicas if self._is_local else 1)]
         masters = self._trainers[0].masters
@@ -49,39 +61,106 @@ class Replicas:
             build_averaging(self._averaging, self.layout, config.steps, config.seed)
             for _ in range(config.replicas)
         ]
-        self.outer = build_outer(
-            self._averaging, self.layout, config.steps, self._weights(self._trainers[0]), config.seed
-        )
+        start = self._weights(self._trainers[0])
+        self._outers = [
+            outer
+            for _ in self._trainers
+            if (outer := build_outer(self._averaging, self.layout, config.steps, start, config.seed))
+        ]
+        self._overlap, self._owed = Overlap(loop.overlap, config.steps), list[Owed]()
         self._data = config.data_config()
 
     def step(self, step: int, course: Course) -> None:
-        """Train a step at every replica, and average if it is time."""
+        """Train a step at every replica, and average what is due, as the rounds of a stage do."""
         batches = self._prepared.step_batches(self._data, step)
         tokens = [batch.loss_tokens for batch in batches]
         began = time.monotonic()
-        vectors = self._local_steps(batches, step) if self._is_local else self._gradients(batches)
+        gradients = self._train(batches, step)
         course.training_s += time.monotonic() - began
         course.sent[step + 1] = course.sent.get(step, 0)
-        phases = self.compressors[0].phases(step)
-        if not phases:
-            return
-        course.sent[step + 1] += round_bytes(phases, self.config.replicas, LIMITS.averaging_chunk_elements)
-        began = time.monotonic()
-        averages = average_group(
-            self.compressors,
-            vectors,
-            tokens,
-            run_seed=self.config.seed,
-            step=step,
-            most=LIMITS.averaging_chunk_elements,
-            robust=self._averaging.robust,
-        )
-        self._apply(averages[0], step)
-        course.averaging_s += time.monotonic() - began
+        if self._is_late(step):
+            self._settle(
+                [owed for owed in self._owed if owed.step == self._overlap.settled(step)], step, course
+            )
+        if self._outers and self._outers[0].due(step):
+            self._owed.append(Owed(step, self._differences(), tokens))
+        elif not self._outers:
+            self._owed.append(Owed(step, gradients, tokens))
+        if not self._is_late(step):
+            self._settle(self._owed, step, course)
 
     def evaluate(self) -> float:
         """Held-out loss of the first replica's weights."""
         return self._trainers[0].evaluate(self._prepared.heldout_batches(self._data))
+
+    def _is_late(self, step: int) -> bool:
+        """Whether what replicas have after this step is averaged later."""
+        return self._overlap.travels(step) or self._overlap.waits(step)
+
+    def _settle(self, owed: list[Owed], step: int, course: Course) -> None:
+        """Average and apply with a step's commit; several only of gradients, at the end."""
+        if not owed:
+            return
+        began, last = time.monotonic(), owed[-1]
+        vectors, weights = last.vectors, last.weights
+        if len(owed) > 1 and not self._outers:
+            weights = [sum(each) for each in zip(*(one.weights for one in owed), strict=True)]
+            vectors = [
+                sum(
+                    (one.vectors[i] * one.weights[i] for one in owed[:-1]),
+                    last.vectors[i] * last.weights[i],
+                )
+                / weights[i]
+                for i in range(len(weights))
+            ]
+        for group in self._groups(last.step):
+            self._average(group, vectors, weights, last, step, course)
+        self._owed = [one for one in self._owed if one not in owed]
+        course.averaging_s += time.monotonic() - began
+
+    def _groups(self, step: int) -> list[list[int]]:
+        """Who averages with whom."""
+        everybody, outer = list(range(self.config.replicas)), self._outers[0] if self._outers else None
+        if not isinstance(outer, Gossip) or outer.is_consensus(step):
+            return [everybody]
+        names = [str(number) for number in everybody]
+        pairs = {pair_of(name, names, self.config.seed, 0, step) for name in names}
+        return [[int(name) for name in pair] for pair in pairs]
+
+    def _average(
+        self,
+        group: list[int],
+        vectors: list[Tensor],
+        weights: list[int],
+        owed: Owed,
+        step: int,
+        course: Course,
+    ) -> None:
+        phases, most = self.compressors[0].phases(owed.step), LIMITS.averaging_chunk_elements
+        if 0 in group:
+            course.sent[step + 1] += round_bytes(phases, len(group), most) if len(group) > 1 else 0
+        average = vectors[group[0]]
+        if len(group) > 1:
+            average = average_group(
+                [self.compressors[number] for number in group],
+                [vectors[number] for number in group],
+                [weights[number] for number in group],
+                run_seed=self.config.seed,
+                step=owed.step,
+                most=most,
+                robust=self._averaging.robust,
+            )[0]
+        with torch.no_grad():
+            if not self._outers:
+                self._trainers[0].gradients = dict(self.layout.views(average))
+                with torch.enable_grad():
+                    self._trainers[0].apply(step)
+                return
+            for number in group:
+                local = self._weights(self._trainers[number])
+                self._outers[number].apply(average, owed.step, local, owed.vectors[number])
+                for name, values in self.layout.views(local).items():
+                    self._trainers[number].masters[name].copy_(values)
 
     def _trainer(self) -> ReferenceTrainer:
         return ReferenceTrainer(
@@ -96,37 +175,23 @@ class Replicas:
     def _weights(self, trainer: ReferenceTrainer) -> Tensor:
         return self.layout.flatten({name: master.detach() for name, master in trainer.masters.items()})
 
-    def _gradients(self, batches: list[Any]) -> list[Tensor]:
+    def _train(self, batches: list[Any], step: int) -> list[Tensor]:
+        """A step of every replica's own, or its gradient: fp32 [elements] each."""
+        if self._outers:
+            for trainer, batch in zip(self._trainers, batches, strict=True):
+                trainer.step([batch], step)
+            return []
         vectors = []
         for batch in batches:
             self._trainers[0].accumulate([batch], None)
             vectors.append(self.layout.flatten(self._trainers[0].gradients))
         return vectors
 
-    def _local_steps(self, batches: list[Any], step: int) -> list[Tensor]:
-        for trainer, batch in zip(self._trainers, batches, strict=True):
-            trainer.step([batch], step)
-        if self.outer is None or not self.outer.due(step):
-            return []
-        return [self.outer.difference(self._weights(trainer)) for trainer in self._trainers]
-
-    @torch.no_grad()
-    def _apply(self, average: Tensor, step: int) -> None:
-        if self.outer is None:
-            self._trainers[0].gradients = dict(self.layout.views(average))
-            with torch.enable_grad():
-                self._trainers[0].apply(step)
-            return
-        for number, trainer in enumerate(self._trainers):
-            local = self._weights(trainer)
-            if number == 0:
-                self.outer.apply(average, step, local)
-            else:
-                for due in self.outer.due(step):
-                    for span in self.outer.fragments[due].spans:
-                        local[span] = self.outer.globals[span]
-            for name, values in self.layout.views(local).items():
-                trainer.masters[name].copy_(values)
+    def _differences(self) -> list[Tensor]:
+        return [
+            outer.difference(self._weights(trainer))
+            for outer, trainer in zip(self._outers, self._trainers, strict=True)
+        ]
 
 
 def simulate(config: AveragingRow, prepared: Prepared, progress: Progress) -> Course:

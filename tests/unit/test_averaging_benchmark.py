@@ -108,6 +108,32 @@ def test_replicas_with_local_steps_end_with_the_same_weights(
     assert replicas.outer is not None and torch.equal(weights[0], replicas.outer.globals)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("streaming-10-e3m0-overlap-2", {"every": 4, "fragments": 2}),
+        ("sparta-10", {"every": 2, "fragments": 2}),
+        ("gasloc-5", {"every": 2, "consensus": 2}),
+        ("fp16-overlap", {}),
+    ],
+)
+def test_averages_that_come_late_or_in_pairs_end_with_the_same_weights(
+    folder: Path, prepared: Prepared, name: str, changes: dict[str, int]
+) -> None:
+    row = next(each for each in ROWS if each.name == name)
+    averaging = {**row.averaging, "outer": {**row.averaging["outer"], **changes}}
+    replicas = Replicas(tiny(folder, name).model_copy(update={"averaging": averaging}), prepared)
+    course = Course()
+    for step in range(STEPS):
+        replicas.step(step, course)
+    weights = [replicas._weights(trainer) for trainer in replicas._trainers]
+    assert all(torch.equal(each, weights[0]) for each in weights) and not replicas._owed
+    sent = [course.sent[step + 1] - course.sent.get(step, 0) for step in range(STEPS)]
+    assert sent[-1] > 0
+    if name == "fp16-overlap":  # the first commit settles nothing, the last both that are left
+        assert [each > 0 for each in sent] == [False] + [True] * (STEPS - 3) + [True, True]
+
+
 def test_rows_are_run_once_and_reported(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

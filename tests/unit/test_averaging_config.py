@@ -12,7 +12,7 @@ from peers.commands.init import RunOptions
 from peers.config import UserError
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import DGCConfig, PlainConfig, PowerSGDConfig
-from swarm.gradient.outer_config import EveryStepConfig, LocalStepsConfig
+from swarm.gradient.outer_config import EveryStepConfig, GossipConfig, LocalStepsConfig
 from swarm.optim import OptimizerConfig
 
 OPTIONS = RunOptions(model="m", stages=2, steps=100)
@@ -57,6 +57,14 @@ def test_ratio_and_rank_go_to_the_compressor() -> None:
         ({"outer": "diloco", "outer_options": ("fragments=2",)}, "belong to streaming_diloco"),
         ({"outer": "diloco", "outer_options": ("inner=2",)}, "inner 2"),
         ({"centered_clip": -1.0}, "centered_clip -1.0"),
+        ({"outer_overlap": 2}, "--outer-overlap 2: gradients of every step may travel during one more"),
+        ({"outer": "gasloc", "outer_overlap": 1}, "--outer gasloc: overlap 1"),
+        ({"outer": "gasloc", "averaging": "powersgd"}, "pairs have each their own"),
+        ({"outer": "sparta", "averaging": "powersgd"}, "slices are none"),
+        (
+            {"outer": "diloco", "outer_every": 4, "outer_overlap": 5},
+            "overlap of 5 steps with an average every 4",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_option_and_value(options: dict[str, Any], reason: str) -> None:
@@ -73,6 +81,17 @@ def test_an_outer_loop_has_its_names_defaults() -> None:
         outer="streaming_diloco", outer_every=8, outer_options=("fragments=2", "momentum=0.5")
     ).outer
     assert (outer.every, outer.fragments, outer.momentum) == (8, 2, 0.5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("outer", ["every_step", "diloco", "streaming_diloco", "sparta"])
+def test_an_overlap_is_an_option_of_its_own(outer: Any) -> None:
+    found = config(outer=outer, outer_overlap=1).outer
+    assert (found.name, found.overlap) == (outer, 1)
+
+
+def test_gasloc_has_options_of_its_own() -> None:
+    found = config(outer="gasloc", outer_every=5, outer_options=("consensus=3", "coupling=0.5")).outer
+    assert found == GossipConfig(every=5, consensus=3, coupling=0.5, momentum=0.5, learning_rate=1.0)
 
 
 def test_an_unknown_compressor_in_a_manifest_lists_the_known_ones() -> None:
