@@ -88,9 +88,7 @@ class Replicas:
         await self._travel(group, is_lost=is_lost)
         return weights
 
-    async def attempt(
-        self, group: Group, tokens: tuple[int, ...], last: int | None = None
-    ) -> list[Average]:
+    async def attempt(self, group: Group, tokens: tuple[int, ...], last: int | None = None) -> list[Average]:
         """last: frames after which the last member says nothing more; then this raises ExchangeError."""
         plans = {name: self.works[name].exchanged(group) for name in self.names}
         exchanges = self._exchanges(plans, last)
