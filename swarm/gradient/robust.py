@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from swarm.gradient.split import weighted_mean
+from swarm.gradient.state import is_finite
 
 Refusal = Literal["not_finite", "norm", "size", "codec"]
 """Why a member's part of a chunk does not count; size and codec: its bytes are no chunk's."""
@@ -46,11 +47,11 @@ def screen(parts: Mapping[int, Tensor], weights: Sequence[int], config: RobustCo
     parts as if all members had the largest weight, since noise falls with the root of the tokens behind it:
     ||x_i|| sqrt(w_i / max w) <= bound * (lower) median.
     """
-    finite = {member: bool(torch.isfinite(part).all()) for member, part in parts.items()}
+    finite = {member: is_finite(part) for member, part in parts.items()}
     if not any(finite.values()):
         return {}
     refused: dict[int, Refusal] = {
-        member: "not_finite" for member, is_finite in finite.items() if not is_finite
+        member: "not_finite" for member, is_sound in finite.items() if not is_sound
     }
     left = [member for member in parts if member not in refused]
     if config.norm_bound is None or len(left) < 3:

@@ -7,15 +7,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+_ALIGNMENTS = (1024, 256)
+"""Chunks are a multiple of one of these where balance allows: then all but the last hold whole blocks of codecs."""
+
+_SLACK = 32
+"""Alignment may add one in so many elements to a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """How a vector of `elements` is cut for a group of `members`: chunks of at most `most` elements, and the
     reducer of each.
+
+    All chunks but the last have the same size, and their number is a multiple of the members', so that all reduce
+    equally much; unless the vector has fewer elements than the square of that number.
     """
 
     elements: int
@@ -25,8 +35,7 @@ class Split:
     @property
     def chunk_elements(self) -> int:
         """Elements of every chunk but the last."""
-        even = -(-self.elements // self.members)
-        return max(1, min(self.most, even))
+        return _chunk_elements(self.elements, self.members, self.most)
 
     @property
     def chunks(self) -> int:
@@ -46,6 +55,18 @@ class Split:
     def reducer(self, chunk: int) -> int:
         """Member (by position in the group) that reduces a chunk: contiguous, even shares."""
         return chunk * self.members // self.chunks
+
+
+@lru_cache(maxsize=64)
+def _chunk_elements(elements: int, members: int, most: int) -> int:
+    number = members * max(1, -(-elements // (members * most)))
+    even = max(1, -(-elements // number))
+    for alignment in _ALIGNMENTS:
+        aligned = -(-even // alignment) * alignment
+        keeps_number = (number - 1) * aligned < elements
+        if keeps_number and aligned <= min(most, even + even // _SLACK):
+            return aligned
+    return even
 
 
 def weighted_mean(parts: Mapping[int, Tensor], weights: Sequence[int]) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarm.gradient.blockwise import LARGEST
+from swarm.gradient.blockwise import LARGEST, Array
 from swarm.gradient.select import kept, largest
 
 BLOCK = 65_536
@@ -52,59 +52,57 @@ class TopKCodec:
 
     def encode(self, chunk: Tensor, seed: int) -> Tensor:
         """See ChunkCodec."""
-        parts = [self._encode_block(part) for part in _blocks(chunk)]
-        return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8))
+        values, magnitudes = chunk.numpy(), chunk.abs()
+        encoded = np.zeros(self.nbytes(values.size), dtype=np.uint8)
+        position = 0
+        for start in range(0, values.size, BLOCK):
+            block = values[start : start + BLOCK]
+            end = position + self._block_bytes(block.size)
+            self._encode_block(block, magnitudes[start : start + BLOCK], encoded[position:end])
+            position = end
+        return torch.from_numpy(encoded)
 
     def decode(self, encoded: Tensor, elements: int) -> Tensor:
         """See ChunkCodec."""
         if encoded.dtype != torch.uint8 or encoded.numel() != self.nbytes(elements):
             raise ValueError(f"{encoded.numel()} bytes where {self.nbytes(elements)} were expected")
-        decoded = torch.zeros(elements)
+        decoded, data = np.zeros(elements, dtype=np.float32), encoded.numpy()
         position = 0
-        for part in _blocks(decoded):
-            end = position + self._block_bytes(part.numel())
-            indices, values = self._decode_block(encoded[position:end], part.numel())
-            part[indices] = values
+        for start in range(0, elements, BLOCK):
+            block = decoded[start : start + BLOCK]
+            end = position + self._block_bytes(block.size)
+            self._decode_block(data[position:end], block)
             position = end
-        return decoded
+        return torch.from_numpy(decoded)
 
     def _block_bytes(self, size: int) -> int:
         return _HEADER_BYTES + _ENTRY_BYTES * kept(size, self.ratio)
 
-    def _encode_block(self, block: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        count = kept(block.numel(), self.ratio)
-        magnitudes = block.abs()
+    def _encode_block(self, block: Array, magnitudes: Tensor, encoded: Array) -> None:
+        """Write a block fp32 [n] of these magnitudes to zeroed bytes."""
         peak = float(magnitudes.max())
         # NaN compares false with everything.
         if not peak <= LARGEST:
-            encoded = np.zeros(self._block_bytes(block.numel()), dtype=np.uint8)
             encoded[:_HEADER_BYTES] = np.array([_UNSOUND], dtype="<i2").view(np.uint8)
-            return encoded
+            return
+        count = kept(block.size, self.ratio)
         exponent = max(_LEAST_EXPONENT, math.frexp(peak)[1] - _TARGET_EXPONENT)
-        indices = largest(magnitudes, count)
-        values = (block[indices] * 2.0**-exponent).to(torch.float16)
-        header = np.array([exponent], dtype="<i2").view(np.uint8)
-        return np.concatenate(
-            [header, indices.numpy().astype("<u2").view(np.uint8), values.numpy().view(np.uint8)]
-        )
+        indices = largest(magnitudes, count).numpy()
+        values = block[indices] * np.float32(2.0**-exponent)
+        encoded[:_HEADER_BYTES] = np.array([exponent], dtype="<i2").view(np.uint8)
+        middle = _HEADER_BYTES + 2 * count
+        encoded[_HEADER_BYTES:middle] = indices.astype("<u2").view(np.uint8)
+        encoded[middle:] = values.astype("<f2").view(np.uint8)
 
-    def _decode_block(self, encoded: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Indices int64 [k] and values fp32 [k]. Raises ValueError for what no block has."""
-        count = kept(size, self.ratio)
-        data = encoded.numpy()
-        exponent = int(np.frombuffer(data[:_HEADER_BYTES].tobytes(), dtype="<i2")[0])
+    def _decode_block(self, encoded: Array, block: Array) -> None:
+        """Write a block's entries to zeros fp32 [n]. Raises ValueError for what no block has."""
+        exponent = int(encoded[:_HEADER_BYTES].copy().view("<i2")[0])
         if not _LEAST_EXPONENT <= exponent <= _MOST_EXPONENT:
             raise ValueError(f"scale exponent {exponent} of a top-k block")
-        entries = data[_HEADER_BYTES:].tobytes()
-        indices = np.frombuffer(entries[: 2 * count], dtype="<u2").astype(np.int64)
-        if indices[-1] >= size or bool((np.diff(indices) <= 0).any()):
-            raise ValueError(f"indices of a top-k block must ascend and stay below {size}")
-        values = torch.from_numpy(np.frombuffer(entries[2 * count :], dtype="<f2").copy())
-        if not bool(torch.isfinite(values).all()):
+        indices, halves = np.split(encoded[_HEADER_BYTES:].copy().view("<u2"), 2)
+        if indices[-1] >= block.size or (indices[1:] <= indices[:-1]).any():
+            raise ValueError(f"indices of a top-k block must ascend and stay below {block.size}")
+        values = halves.view("<f2").astype(np.float32)
+        if not np.isfinite(values).all():
             raise ValueError("a value of a top-k block is not finite")
-        return torch.from_numpy(indices), values.float().mul_(2.0**exponent)
-
-
-def _blocks(chunk: Tensor) -> list[Tensor]:
-    """Views of a chunk's blocks."""
-    return [chunk[start : start + BLOCK] for start in range(0, chunk.numel(), BLOCK)]
+        block[indices] = values * np.float32(2.0**exponent)

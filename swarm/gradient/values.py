@@ -28,7 +28,7 @@ def encode_values(chunk: Tensor, values: ValueFormat) -> Tensor:
     if values == "fp32":
         return chunk.contiguous().view(torch.uint8).clone()
     encoded = torch.empty(encoded_bytes(values, chunk.numel()), dtype=torch.uint8)
-    peak = float(chunk.abs().max()) if chunk.numel() else 0.0
+    peak = _peak(chunk)
     exponent = 0
     if 0.0 < peak < float("inf"):
         exponent = int(torch.frexp(torch.tensor(peak)).exponent) - _TARGET_EXPONENT
@@ -36,6 +36,14 @@ def encode_values(chunk: Tensor, values: ValueFormat) -> Tensor:
     encoded[:_SCALE_BYTES] = torch.tensor([exponent], dtype=torch.int32).view(torch.uint8)
     encoded[_SCALE_BYTES:] = (chunk * 2.0**-exponent).to(torch.float16).view(torch.uint8)
     return encoded
+
+
+def _peak(chunk: Tensor) -> float:
+    """Largest |x|: NaN if there is one, 0 of nothing."""
+    if not chunk.numel():
+        return 0.0
+    lowest, highest = torch.aminmax(chunk)
+    return float(torch.maximum(highest, -lowest))
 
 
 def decode_values(encoded: Tensor, values: ValueFormat, elements: int) -> Tensor:

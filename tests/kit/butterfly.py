@@ -25,7 +25,8 @@ class Exchanged:
 def butterfly(vectors: Sequence[Array], weights: Sequence[int], code: Code, most: int) -> Exchanged:
     """Every chunk has one reducer. All parts, its own too, and their mean are coded."""
     members, count = len(vectors), len(vectors[0])
-    size = max(1, min(most, math.ceil(count / members)))
+    rounds = math.ceil(count / (members * most))  # chunks that each member reduces
+    size = math.ceil(count / (members * rounds))
     chunks = math.ceil(count / size)
     average, total = np.zeros(count), sum(weights)
     counted, owed = np.zeros((members, count)), np.zeros((members, count))

@@ -16,7 +16,6 @@ from peers.engine import Engine
 from peers.exchange import ExchangeError
 from peers.frames import Frame, FrameError, Kind
 from peers.limits import LIMITS
-from swarm.gradient.split import Split
 from swarm.gradient.values import ValueFormat, decode_values, encode_values
 from tests.kit.members import running_engine
 from tests.kit.mesh import Mesh, Wire, contributions
@@ -323,23 +322,6 @@ def test_part_that_comes_twice_counts_once(engine: Engine) -> None:
         assert not mesh.refused, "a repeat is no offence of whoever answers it"
 
     run(scenario())
-
-
-@pytest.mark.parametrize("members", [1, 2, 3, 7])
-@pytest.mark.parametrize("elements", [1, 2, 15, 16, 17, 1000])
-def test_split_gives_every_element_to_one_reducer_in_even_contiguous_shares(
-    members: int, elements: int
-) -> None:
-    split = Split(elements, members, CHUNK)
-    covered = [
-        index for chunk in range(split.chunks) for index in range(*split.span(chunk).indices(elements))
-    ]
-    assert covered == list(range(elements))
-    assert all(1 <= split.size(chunk) <= CHUNK for chunk in range(split.chunks))
-    reducers = [split.reducer(chunk) for chunk in range(split.chunks)]
-    assert reducers == sorted(reducers) and set(reducers) <= set(range(members))
-    shares = [reducers.count(member) for member in range(members)]
-    assert max(shares) - min(shares) <= 1
 
 
 def test_average_is_encoded_once_and_decoded_by_everybody(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from swarm.gradient.chunk import ChunkCodec
 from swarm.gradient.config import CODECS
 from swarm.gradient.registry import chunk_codec
+from swarm.gradient.select import largest
 from tests.kit.butterfly import top_k
 
 Array = np.ndarray[Any, Any]
@@ -263,6 +264,54 @@ def test_sign_is_the_mean_magnitude_with_the_sign(chunk: Tensor) -> None:
             assert np.abs(got).max() <= scale * (1 + 1e-5)
             continue
         np.testing.assert_allclose(got, np.where(np.signbit(exact), -scale, scale), rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [0.3, 7.5, -64.9, 0.002])
+def test_int8_goes_up_as_often_as_the_fraction_says(value: float) -> None:
+    chunk = torch.full((65_536,), value)
+    chunk[::64] = 127.0
+    decoded = again(codec_of({"name": "int8", "block": 64}), chunk)[chunk != 127.0].double()
+    fraction = value - math.floor(value)
+    allowed = 6 * math.sqrt(fraction * (1 - fraction) / decoded.numel()) + 2.0**-15
+    assert abs(float(decoded.mean()) - value) <= allowed
+    assert set(decoded.unique().tolist()) <= {float(math.floor(value)), float(math.ceil(value))}
+
+
+@pytest.mark.parametrize("value", [200.0, 3.3, -0.017, 0.011, 0.0003])
+def test_fp8_goes_up_as_often_as_the_fraction_says(value: float) -> None:
+    """Also below 2^-6, where steps no longer shrink."""
+    chunk = torch.full((65_536,), value)
+    chunk[::64] = 448.0
+    decoded = again(codec_of({"name": "fp8", "block": 64}), chunk)[chunk != 448.0].double()
+    step = max(2.0 ** math.floor(math.log2(abs(value))), 2.0**-6) / 8
+    fraction = value / step - math.floor(value / step)
+    allowed = 6 * math.sqrt(fraction * (1 - fraction) / decoded.numel()) + 1 / 256
+    assert abs(float(decoded.mean()) - value) <= step * allowed
+    assert len(decoded.unique()) <= 2
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_largest_values_never_pass_the_last_code(name: str) -> None:
+    """For any mantissa of the scale, whatever the noise."""
+    generator = torch.Generator().manual_seed(2)
+    peaks = torch.rand(4096, generator=generator) + 1.0
+    chunk = torch.stack([peaks, -peaks], dim=1).repeat_interleave(8, dim=0).reshape(-1)
+    decoded = again(codec_of({"name": name, "block": 16}), chunk)
+    torch.testing.assert_close(decoded, chunk, rtol=2e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("count", [1, 50, 328, 5000, 20_000])
+@pytest.mark.parametrize("kind", ["normal", "ties", "sparse", "periodic"])
+def test_largest_of_many_is_found_whatever_a_sample_says(count: int, kind: str) -> None:
+    values = normal(20_011).abs()
+    if kind == "ties":
+        values = (values * 2).round()
+    elif kind == "sparse":
+        values[torch.arange(20_011) % 97 != 0] = 0.0
+    elif kind == "periodic":  # what a sample at even distances misses, or sees alone
+        values[::61] += 100.0 if count > 1000 else -values[::61]
+    expected = np.sort(np.argsort(-values.numpy(), kind="stable")[:count])
+    np.testing.assert_array_equal(largest(values, count).numpy(), expected)
 
 
 # -- top-k ---------------------------------------------------------------------------------------------
