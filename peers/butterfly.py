@@ -34,6 +34,9 @@ logger = logging.getLogger("swarm_peer.averaging")
 BATCH_CHUNKS = 8
 """Chunks encoded in one job: enough to hide the hop between threads, little enough to keep links busy."""
 
+SMALL_CHUNKS = 2
+"""A vector of at most so many whole chunks is encoded in one job: hops would take longer than the work."""
+
 Send = Callable[[Kind, int, dict[str, object], Tensor], Coroutine[Any, Any, None]]
 """send(kind, member, header, payload): to a member of the group, by position."""
 
@@ -81,6 +84,10 @@ class Butterfly:
         self._parts: dict[int, dict[int, Tensor]] = {}
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._jobs: asyncio.TaskGroup | None = None
+        self._small: asyncio.Future[list[Tensor]] | None = None
+        self._averaged: set[int] = set()
+        self._untaken: list[tuple[int, Tensor, bool]] = []
+        self._is_taking = False
         self._early: dict[tuple[str, Kind, int], tuple[int, Frame]] = {}
 
     @property
@@ -107,6 +114,8 @@ class Butterfly:
         self._jobs = jobs
         try:
             if self._me in self._contributors:
+                if self.phase.elements <= SMALL_CHUNKS * LIMITS.averaging_chunk_elements:
+                    self._small = self._engine.submit(JobPriority.ROUND, self._encode, self._of_others())
                 for distance in range(1, len(self._group.members)):  # not all begin with the same member
                     jobs.create_task(self._send_parts((self._me + distance) % len(self._group.members)))
             for chunk in range(self.split.chunks):
@@ -170,9 +179,9 @@ class Butterfly:
             if not self._missing(chunk):
                 self._spawn(self._reduce(chunk))
             return
-        if chunk in self._hashes:
+        if chunk in self._averaged:
             raise FrameError("range", f"the average of chunk {chunk} came twice")
-        self._spawn(self._take(chunk, data, self._refused_in(frame)))
+        self._take(chunk, data, self._refused_in(frame))
 
     def _expects(self, sender: int, chunk: int) -> bool:
         """Whether a part of this member is still to come, and is to be reduced here."""
@@ -215,12 +224,21 @@ class Butterfly:
 
     async def _send_parts(self, member: int) -> None:
         """Send a reducer its chunks. Every member has its own task: a slow one must keep only itself waiting."""
-        chunks = [chunk for chunk in range(self.split.chunks) if self.split.reducer(chunk) == member]
+        chunks = [chunk for chunk in self._of_others() if self.split.reducer(chunk) == member]
+        if self._small is not None:
+            coded = dict(zip(self._of_others(), await self._small, strict=True))
+            for chunk in chunks:
+                await self._send(Kind.PART, member, self._header(chunk), coded[chunk])
+            return
         for first in range(0, len(chunks), BATCH_CHUNKS):
             batch = chunks[first : first + BATCH_CHUNKS]
             encoded = await self._engine.submit(JobPriority.ROUND, self._encode, batch)
             for chunk, data in zip(batch, encoded, strict=True):
                 await self._send(Kind.PART, member, self._header(chunk), data)
+
+    def _of_others(self) -> list[int]:
+        """Chunks that other members reduce."""
+        return [chunk for chunk in range(self.split.chunks) if self.split.reducer(chunk) != self._me]
 
     def _encode(self, chunks: list[int]) -> list[Tensor]:
         codec, coded = self.phase.codec, []
@@ -245,7 +263,7 @@ class Butterfly:
             for distance in range(1, len(self._group.members)):
                 member = (self._me + distance) % len(self._group.members)
                 self._jobs.create_task(self._send(Kind.AVERAGE, member, header, encoded))
-        await self._take(chunk, encoded, self._me in refused)
+        self._take(chunk, encoded, self._me in refused)
 
     def _mean(self, chunk: int, parts: dict[int, Tensor]) -> tuple[Tensor, dict[int, Refusal]]:
         """The average of the parts that count, encoded, and whose do not."""
@@ -278,13 +296,28 @@ class Butterfly:
             self._owed[span] = lost * (sum(weights) / max(1, self._group.weights[self._me]))
         return encoded, refused
 
-    async def _take(self, chunk: int, encoded: Tensor, is_refused: bool) -> None:
-        digest = await self._engine.submit(JobPriority.ROUND, self._decode, chunk, encoded, is_refused)
-        self._hashes[chunk], self._coded[chunk] = digest, encoded
-        if len(self._hashes) == max(1, self.split.chunks // 2):
-            injector.hit("mid_exchange", self._group.step)
+    def _take(self, chunk: int, encoded: Tensor, is_refused: bool) -> None:
+        """An average is here. What comes while others are decoded is decoded together: every job costs two hops."""
+        self._averaged.add(chunk)
+        self._untaken.append((chunk, encoded, is_refused))
+        if not self._is_taking:
+            self._is_taking = True
+            self._spawn(self._take_all())
+
+    async def _take_all(self) -> None:
+        while self._untaken:
+            batch, self._untaken = self._untaken[:BATCH_CHUNKS], self._untaken[BATCH_CHUNKS:]
+            digests = await self._engine.submit(JobPriority.ROUND, self._decode_all, batch)
+            for (chunk, encoded, _), digest in zip(batch, digests, strict=True):
+                self._hashes[chunk], self._coded[chunk] = digest, encoded
+                if len(self._hashes) == max(1, self.split.chunks // 2):
+                    injector.hit("mid_exchange", self._group.step)
+        self._is_taking = False
         if len(self._hashes) == self.split.chunks and not self._done.done():
             self._done.set_result(None)
+
+    def _decode_all(self, averages: list[tuple[int, Tensor, bool]]) -> list[bytes]:
+        return [self._decode(*each) for each in averages]
 
     def _decode(self, chunk: int, encoded: Tensor, is_refused: bool) -> bytes:
         span, size = self.split.span(chunk), self.split.size(chunk)

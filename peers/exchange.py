@@ -20,7 +20,7 @@ from peers.frames import Frame, FrameError, Kind, need, need_count, tensor_bytes
 from peers.limits import LIMITS
 from peers.link import Link
 from peers.round_messages import Group
-from swarm.gradient.compressor import Compression, Phase
+from swarm.gradient.compressor import Averaged, Compression, Phase
 from swarm.gradient.robust import Refusal, RobustConfig
 
 __all__ = ["Exchange", "ExchangeError", "alone_digest", "exchange_digest", "group_of", "slice_pieces"]
@@ -101,11 +101,13 @@ class Exchange:
                 if self._pieces and self.group.leader == self.group.members[self._me]:
                     jobs.create_task(self._send_slice(own_slice, jobs))
                 self._check_slice()
+                begin = compression.vector if self.butterflies else compression.result
+                vector = await submit(JobPriority.ROUND, begin)
                 for number, butterfly in enumerate(self.butterflies):
                     self._number = number
-                    averaged = await butterfly.run(await submit(JobPriority.ROUND, compression.vector), jobs)
-                    await submit(JobPriority.ROUND, compression.take, averaged)
-                average = await submit(JobPriority.ROUND, compression.result)
+                    averaged = await butterfly.run(vector, jobs)
+                    is_last = number + 1 == len(self.butterflies)
+                    vector = await submit(JobPriority.ROUND, _go_on, compression, averaged, is_last)
                 await self._has_slice
         except TimeoutError as error:
             raise ExchangeError("late", f"no result after {deadline_s:.0f} s", self._suspects()) from error
@@ -123,7 +125,7 @@ class Exchange:
             values = torch.cat([self._slices[offset] for offset, _ in self._pieces])
             self.slice = (self._pieces[0][0], values)
         hashes = [digest for butterfly in self.butterflies for digest in butterfly.hashes]
-        return average, exchange_digest(hashes, self.slice, self.group.corrector)
+        return vector, exchange_digest(hashes, self.slice, self.group.corrector)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A PART, AVERAGE or SLICE of this group. Raises FrameError for one that does not belong."""
@@ -188,6 +190,12 @@ class Exchange:
             raise ExchangeError("disconnected", str(error), (peer,)) from error
         # Not when it is cancelled: at the deadline this shows who took nothing more.
         self._sending[member] -= 1
+
+
+def _go_on(compression: Compression, averaged: Averaged, is_last: bool) -> Tensor:
+    """Take a phase's average; returns the next phase's vector, after the last phase the averaged gradient."""
+    compression.take(averaged)
+    return compression.result() if is_last else compression.vector()
 
 
 def _first_of(group: ExceptionGroup[Exception]) -> Exception:

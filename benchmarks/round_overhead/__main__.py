@@ -36,6 +36,7 @@ from benchmarks.testbed import Host, Network, TestbedError
 
 HEADSTART_S, IDLE_S = 0.1, 0.4
 """From the command to the beginning; and before it, so that every measurement finds links that were idle."""
+KINDS = ("round", "move", "exchange")
 BYTES = {"fp32": 4, "fp16": 2}
 
 
@@ -71,14 +72,14 @@ def measure_rounds(crew: Crew, case: Case, options: argparse.Namespace) -> None:
     """Rounds and their parts, in turn."""
     crew.ask_all("begin", options.averaging, elements_of(case, options))
     for number in range(options.warm_up + options.rounds):
-        counts = number >= options.warm_up
-        whole = both(crew, "round", number)
-        move, exchange = both(crew, "move", number), both(crew, "exchange", number)
-        if counts:
-            case.rounds.append(took(whole))
-            case.stages.append(stages_of(whole))
-            case.moves.append(took(move))
-            case.exchanges.append(took(exchange))
+        # Each kind comes first, second and third in turn: links remember what was sent before.
+        order = [KINDS[(number + place) % len(KINDS)] for place in range(len(KINDS))]
+        marks = {kind: both(crew, kind, number) for kind in order}
+        if number >= options.warm_up:
+            case.rounds.append(took(marks["round"]))
+            case.stages.append(stages_of(marks["round"]))
+            case.moves.append(took(marks["move"]))
+            case.exchanges.append(took(marks["exchange"]))
     if len(set(crew.ask_all("weights"))) != 1:
         raise RuntimeError("the replicas' weights differ")
 

@@ -11,13 +11,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-ANSWER_S = 120.0
+ANSWER_S, GRACE_S = 120.0, 20.0
 _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1
 
 
@@ -45,7 +46,7 @@ class Crew:
         gc.freeze()
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[Any] = []
         for place in places:
             ours, theirs = context.Pipe()
             process = context.Process(target=_run, args=(theirs, [*self._pipes, ours], place, serve))
@@ -63,10 +64,10 @@ class Crew:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(GRACE_S)
+            with suppress(ProcessLookupError):  # and what it has started: hivemind's processes outlive theirs
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
 
     def ask(self, position: int, command: str, *arguments: Any) -> Any:
         """Have one replica do something; returns its answer. Raises RuntimeError if there is none."""
@@ -95,7 +96,7 @@ class Crew:
 def _run(pipe: Connection, of_others: list[Connection], place: Place, serve: Serve) -> None:
     for other in of_others:
         other.close()  # else nobody notices when this program's own ends close
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setsid()  # out of reach of the terminal's Ctrl+C, and a group that can be ended
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if place.namespace:

@@ -89,10 +89,10 @@ class MarkedCore(RoundCore):
 
     owner: Owner
 
-    def on_exchanged(self, group: str, digest: str, now: float) -> list[Any]:
+    def on_exchanged(self, group: str, digest: str, now: float, **more: Any) -> list[Any]:
         """See RoundCore."""
         self.owner.mark("exchanged")
-        return super().on_exchanged(group, digest, now)
+        return super().on_exchanged(group, digest, now, **more)
 
 
 class Member:

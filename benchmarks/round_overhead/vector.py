@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from swarm.gradient.config import compressor_config
+from swarm.gradient.outer_config import Overlap
 from swarm.gradient.registry import build_compressor
 from swarm.model.trainable import TrainableSet
 from swarm.sketch import sketch
@@ -17,6 +18,7 @@ class VectorCompute:
     """The weights of a stage as one vector, whose gradient never changes: what a round asks of a stage's compute."""
 
     outer = None
+    overlap = Overlap(0, 10**9)
 
     def __init__(self, averaging: str, elements: int, position: int) -> None:
         self.trainable = TrainableSet.of({"vector": torch.empty(elements, device="meta")})

@@ -324,6 +324,27 @@ def test_part_that_comes_twice_counts_once(engine: Engine) -> None:
     run(scenario())
 
 
+def test_an_average_that_comes_twice_is_an_offence_also_while_the_first_is_decoded(engine: Engine) -> None:
+    async def scenario() -> None:
+        vectors = contributions(2, 2 * CHUNK)  # a chunk for each
+        mesh = Mesh(engine, vectors, [1, 1], "fp32")
+
+        def tamper(source: str, target: str, kind: Kind, data: bytearray) -> None:
+            if kind is Kind.AVERAGE and target == "peer-1":
+                header = {"group": "g", "phase": 0, "chunk": 0, "refused": []}
+                mesh.deliver(source, target, Frame(Kind.AVERAGE, header, (memoryview(bytearray(data)),)))
+
+        mesh.tamper = tamper
+        results = await mesh.run()
+        for average, _ in results.values():  # type: ignore[misc]
+            torch.testing.assert_close(average, (vectors[0] + vectors[1]) / 2)
+        assert [str(error).partition(": ")[2] for error in mesh.refused] == [
+            "the average of chunk 0 came twice"
+        ]
+
+    run(scenario())
+
+
 def test_average_is_encoded_once_and_decoded_by_everybody(engine: Engine) -> None:
     """So rounding is the same everywhere: what the reducer keeps is what it sent."""
 

@@ -32,6 +32,13 @@ def test_if_no_part_is_finite_nobody_is_refused_and_nor_is_the_mean() -> None:
     assert not bool(torch.isfinite(aggregate(parts, [1, 1], RobustConfig())).any())
 
 
+def test_the_largest_values_that_there_are_are_finite() -> None:
+    largest = torch.finfo(torch.float32).max
+    parts = {member: torch.full((N,), largest) for member in range(3)}
+    assert screen(parts, [1, 1, 1], RobustConfig()) == {}
+    assert screen({**draw(3), 3: torch.full((N,), largest)}, [1] * 4, RobustConfig()) == {3: "norm"}
+
+
 @given(members=st.integers(3, 8), seed=st.integers(0, 99), scale=st.sampled_from([1e-20, 1e-6, 1.0, 1e15]))
 @settings(max_examples=40, deadline=None)
 def test_one_part_a_thousand_times_too_large_is_refused_and_honest_ones_never(
