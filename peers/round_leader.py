@@ -185,7 +185,7 @@ class RoundLeader(RoundAttempt):
             lineage=self.lineage,
             held=held,
             corrector=_common(arrival.corrector for arrival in arrivals.values()) if held is None else "",
-            owed=owed if held is None and any(owed) else (),
+            owed=owed if any(owed) else (),
             settled=_common(arrival.settled for arrival in arrivals.values()) if held is None else "",
         )
         sends: list[Action] = [Send(peer, Kind.GROUP, group) for peer in members if peer != self.me]

@@ -114,7 +114,7 @@ class RoundCore(RoundMeeting):
             return self._remind(peer)
         if not arrival.plan:
             return []
-        if arrival.keys and peer in self.followers:
+        if peer in self.followers and (arrival.keys or arrival.weight or arrival.owed):
             self.failures["weight"] += 1
             return []
         self._arrivals[peer] = arrival

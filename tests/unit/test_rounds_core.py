@@ -328,7 +328,9 @@ def test_a_follower_reports_to_the_leader_has_no_vote_and_may_not_bring_keys() -
     follower.on_peer_lost(LEADER, 1.0)
     assert follower.leader == "" and follower.tick(100.0) == []
     core = core_of(LEADER, NAMES[:1], followers=("x",))
-    assert core.on_arrive("x", arrival(3), 0.0) == [] and core.failures["weight"] == 1
+    for claim in (arrival(3), replace(arrival(), weight=1), replace(arrival(), owed=1)):
+        assert core.on_arrive("x", claim, 0.0) == []
+    assert core.failures["weight"] == 3
 
 
 def test_a_member_that_follows_or_starts_anew_leads_nothing_and_has_no_vote() -> None:
@@ -388,6 +390,27 @@ def test_the_next_leader_finishes_with_the_roster_of_the_first() -> None:
     actions = core.on_digest(NAMES[2], Digest(group.id, "d", 0), 4.0)
     commit = next(a.commit for a in actions if isinstance(a, rounds.Apply))
     assert (commit.group, commit.leader, commit.roster) == ("g", LEADER, NAMES[:3])
+
+
+def test_an_average_that_has_travelled_is_finished_by_members_that_owe_it() -> None:
+    """Each checks what the group says that it owes, also where nothing is exchanged any more."""
+    reports = {
+        NAMES[1]: replace(arrival(0, 1, 2), owed=2, settled=HELD),
+        NAMES[2]: replace(arrival(3, 4, 5), owed=3, settled=HELD),
+    }
+    ledgers = ("h", *(report.ledger_hash for report in reports.values()))
+    first = Group("g", 0, 1, LEADER, NAMES[:3], (0, 3, 3), ledgers, PLAN, owed=(0, 2, 3), settled=HELD)
+    successor, member = core_of(NAMES[1]), core_of(NAMES[2])
+    for core in (successor, member):
+        core.on_ready(reports[core.me], 0.0)
+        assert entered(core.on_group(LEADER, first, 0.0)) is first
+        core.on_exchanged("g", HELD, 1.0)
+    for core in (member, successor):
+        core.on_peer_lost(LEADER, 2.0)
+    (group,) = groups(successor.on_arrive(NAMES[2], member._own(), 3.0))
+    assert group.held is not None and not group.settled
+    actions = member.on_group(NAMES[1], group, 3.0)
+    assert rounds.Send(NAMES[1], Kind.DIGEST, Digest(group.id, HELD, 0)) in actions
 
 
 def test_one_of_two_that_lacks_the_last_leader_waits_for_a_witness() -> None:
