@@ -136,6 +136,8 @@ class Averaging:
                 self.run(self.core.on_digest(peer, parse_digest(frame.header), now))
             case Kind.FAILED:
                 failure = parse_failure(frame.header)
+                if failure.step and peer in failure.suspects:  # it is out
+                    self._travel.on_broken(peer)
                 if not self._travel.on_failed(peer, failure):
                     self.run(self.core.on_failed(peer, failure, now))
             case Kind.COMMIT:
@@ -280,8 +282,6 @@ class Averaging:
 
     def _on_travelled(self, exchange: Exchange, seconds: float | None, waiting: Arrival | None) -> None:
         self._note_refused(exchange)
-        if seconds is not None:
-            self.core.pace.note_exchange(seconds)
         if waiting is not None:
             self.on_ready(waiting)
 
@@ -334,6 +334,7 @@ class Averaging:
             or update is None
             or held.group.id != commit.group
             or not corrections.holds(update.corrector)
+            or not corrections.holds(held.group.corrector)  # own steps that are taken now are corrected by it
         ):
             self._owner.on_out_of_step(commit)
             return
@@ -348,15 +349,16 @@ class Averaging:
         if update.way in ("exchanged", "alone"):  # what the sketch is of has changed
             await self._take_sketch()
         self._average = None
-        if not self.core.is_out and (plan := self.work.travelling(held.group)) is not None:
-            self._travel.begin(self._exchange_of(plan, self.core.pace.exchange_deadline_s))
-        self._early.clear()
         self.outcomes["committed"] += 1
         self.seconds = time.monotonic() - self._began
         writers = seeded_order(commit.roster, self.core.run_seed, self.core.stage, commit.step)
         if self.core.me in writers[:UPDATE_WRITERS]:
             self._updates.record(update)
         actions = self.core.on_applied(commit, time.monotonic())
+        if not self.core.is_out and (plan := self.work.travelling(held.group)) is not None:
+            exchange = self._exchange_of(plan, self._travel.pace.exchange_deadline_s)
+            self._travel.begin(exchange, self.core.present)
+        self._early.clear()
         self._owner.on_applied(commit, norm)
         self.run(actions)
         if self._drift > SKETCH_TOLERANCE:
@@ -389,6 +391,8 @@ class Averaging:
             if exchange is not None and exchange.group.id == group:
                 exchange.on_frame(peer, frame)
                 return
+        if self._travel.is_over(group):
+            return
         if peer not in self.core.roster and peer not in self.core.followers:
             raise FrameError("stranger", f"{short(peer)} is not in the roster")
         if not frame.payload_bytes:

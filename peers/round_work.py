@@ -166,7 +166,9 @@ class RoundWork(ABC):
             return None
         # An id of its own: the group may have had an exchange in the open.
         name = hashlib.sha256(f"{group.id}/travels".encode()).hexdigest()
-        return self._plan(replace(group, id=name), step)
+        # An outer step corrects nothing: nobody has to hold its prior until it is settled.
+        corrector = group.corrector if self._compute.outer is None else ""
+        return self._plan(replace(group, id=name, corrector=corrector), step)
 
     def with_owed(self, arrival: Arrival) -> Arrival:
         """What this member reports at the end of a step, with what it owes the average that the round settles, and the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from peers.travel import Travel
 
 ME, OTHER, THIRD = "member-0", "member-1", "member-2"
 ARRIVAL = Arrival(4, "p", ((0, 0),), 7)
-EXCHANGE: Any = SimpleNamespace(group=SimpleNamespace(id="g", step=3, members=(ME, OTHER, THIRD)), me=ME)
+MEMBERS = (ME, OTHER, THIRD)
+EXCHANGE: Any = SimpleNamespace(group=SimpleNamespace(id="g", step=3, members=MEMBERS), me=ME)
 
 
 class World:
@@ -26,7 +28,9 @@ class World:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.told: list[tuple[str, Kind, Failure]] = []
         self.ended: list[tuple[float | None, Arrival | None]] = []
-        work: Any = SimpleNamespace(travel=self._travel, with_owed=lambda arrival: arrival)
+        work: Any = SimpleNamespace(
+            travel=self._travel, with_owed=lambda arrival: arrival, settled={4: 3}.get
+        )
         self.travel = Travel(
             work,
             tasks,
@@ -49,7 +53,7 @@ def run(scenario: Callable[[World], Awaitable[None]]) -> None:
 def test_a_report_waits_for_the_exchange_and_no_longer() -> None:
     async def scenario(world: World) -> None:
         assert world.travel.admit(ARRIVAL) is ARRIVAL
-        world.travel.begin(EXCHANGE)
+        world.travel.begin(EXCHANGE, MEMBERS)
         assert world.travel.holds("g") and not world.travel.holds("h")
         assert world.travel.admit(ARRIVAL) is None
         world.end.set_result(None)
@@ -62,7 +66,7 @@ def test_a_report_waits_for_the_exchange_and_no_longer() -> None:
 
 def test_a_report_that_is_withdrawn_is_not_made_later() -> None:
     async def scenario(world: World) -> None:
-        world.travel.begin(EXCHANGE)
+        world.travel.begin(EXCHANGE, MEMBERS)
         assert world.travel.admit(ARRIVAL) is None
         world.travel.withdraw()
         world.end.set_result(None)
@@ -74,7 +78,7 @@ def test_a_report_that_is_withdrawn_is_not_made_later() -> None:
 
 def test_an_exchange_that_fails_is_told_and_lets_the_report_go() -> None:
     async def scenario(world: World) -> None:
-        world.travel.begin(EXCHANGE)
+        world.travel.begin(EXCHANGE, MEMBERS)
         assert world.travel.admit(ARRIVAL) is None
         world.end.set_exception(ExchangeError("late", "no result", (OTHER,)))
         await asyncio.sleep(0.01)
@@ -87,7 +91,7 @@ def test_an_exchange_that_fails_is_told_and_lets_the_report_go() -> None:
 @pytest.mark.parametrize("how", ["lost", "failed"])
 def test_a_member_that_is_gone_or_gives_up_ends_it(how: str) -> None:
     async def scenario(world: World) -> None:
-        world.travel.begin(EXCHANGE)
+        world.travel.begin(EXCHANGE, MEMBERS)
         world.travel.on_broken("stranger")
         assert not world.travel.on_failed("stranger", Failure("g", "late"))
         assert not world.travel.on_failed(OTHER, Failure("another", "late"))
@@ -103,11 +107,55 @@ def test_a_member_that_is_gone_or_gives_up_ends_it(how: str) -> None:
     run(scenario)
 
 
-def test_a_member_that_takes_no_part_any_more_tells_nobody() -> None:
+def test_only_the_round_that_settles_it_waits() -> None:
+    """An average may travel for several steps."""
+
     async def scenario(world: World) -> None:
-        world.travel.begin(EXCHANGE)
+        world.travel.begin(EXCHANGE, MEMBERS)
+        before = replace(ARRIVAL, step=3)
+        assert world.travel.admit(before) is before and world.travel.admit(ARRIVAL) is None
+        world.end.set_result(None)
+
+    run(scenario)
+
+
+def test_a_member_that_takes_no_part_any_more_tells_those_who_would_wait_for_it() -> None:
+    async def scenario(world: World) -> None:
+        world.travel.begin(EXCHANGE, MEMBERS)
         world.travel.cancel()
         await asyncio.sleep(0.01)
-        assert not world.told and not world.ended and world.travel.admit(ARRIVAL) is ARRIVAL
+        assert world.told == [(peer, Kind.FAILED, Failure("g", "disconnected")) for peer in (OTHER, THIRD)]
+        assert not world.ended and world.travel.admit(ARRIVAL) is ARRIVAL and world.travel.is_over("g")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["failed before", "takes no part"])
+def test_nothing_is_waited_for_that_will_not_come(how: str) -> None:
+    """Who commits first may give up before others have begun."""
+
+    async def scenario(world: World) -> None:
+        if how == "failed before":
+            assert not world.travel.on_failed("stranger", Failure("g", "late"))
+            assert not world.travel.on_failed(OTHER, Failure("g", "disconnected"))
+        world.travel.begin(EXCHANGE, MEMBERS if how == "failed before" else (ME, THIRD))
+        assert [peer for peer, _, _ in world.told] == [OTHER, THIRD] and world.ended == [(None, None)]
+        assert world.travel.admit(ARRIVAL) is ARRIVAL
+
+    run(scenario)
+
+
+def test_after_two_that_were_late_none_begins_for_a_while_and_deadlines_grow() -> None:
+    """Somebody who sends nothing there costs everybody a deadline each time, and nobody can say who it is."""
+
+    async def scenario(world: World) -> None:
+        first_s = world.travel.pace.exchange_deadline_s
+        begun = []
+        for number in range(12):
+            world.travel.begin(EXCHANGE, MEMBERS)
+            if world.travel.holds("g"):
+                begun.append(number)
+                world.travel.on_failed(OTHER, Failure("g", "late"))
+        assert begun == [0, 1, 4, 11] and world.travel.pace.exchange_deadline_s > first_s
 
     run(scenario)
