@@ -34,8 +34,10 @@ from benchmarks.round_overhead.crew import Crew, Place
 from benchmarks.round_overhead.report import Case, stages_of, table, took
 from benchmarks.testbed import Host, Network, TestbedError
 
-HEADSTART_S, IDLE_S = 0.1, 0.4
-"""From the command to the beginning; and before it, so that every measurement finds links that were idle."""
+HEADSTART_S = 0.1
+"""From the command to the beginning."""
+IDLE_S, IDLE_WITH_DELAY_S = 0.4, 1.5
+"""Before it: every measurement finds links that were idle, and TCP, where that takes round trips, slow again."""
 KINDS = ("round", "move", "exchange")
 BYTES = {"fp32": 4, "fp16": 2}
 
@@ -61,10 +63,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def both(crew: Crew, what: str, number: int) -> list[dict[str, float]]:
+def begin_all(crew: Crew, case: Case, what: str, number: int) -> list[dict[str, float]]:
     """One measurement, begun by all replicas at once; their marks."""
     crew.ask_all("prepare", what, number)
-    time.sleep(IDLE_S)
+    time.sleep(IDLE_WITH_DELAY_S if case.rtt_ms else IDLE_S)
     return list(crew.ask_all("go", time.monotonic() + HEADSTART_S))
 
 
@@ -74,7 +76,7 @@ def measure_rounds(crew: Crew, case: Case, options: argparse.Namespace) -> None:
     for number in range(options.warm_up + options.rounds):
         # Each kind comes first, second and third in turn: links remember what was sent before.
         order = [KINDS[(number + place) % len(KINDS)] for place in range(len(KINDS))]
-        marks = {kind: both(crew, kind, number) for kind in order}
+        marks = {kind: begin_all(crew, case, kind, number) for kind in order}
         if number >= options.warm_up:
             case.rounds.append(took(marks["round"]))
             case.stages.append(stages_of(marks["round"]))
@@ -91,7 +93,7 @@ def measure_hivemind(crew: Crew, case: Case, options: argparse.Namespace) -> Non
     crew.ask_all("begin", options.averaging, elements, case.replicas, options.matchmaking, prefix)
     for number in range(1 + options.hivemind_rounds):
         for what, times in (("round", case.hivemind), ("ahead", case.ahead)):
-            marks = both(crew, what, number)
+            marks = begin_all(crew, case, what, number)
             if min(each["members"] for each in marks) < case.replicas:
                 case.partial += 1
             elif number:
