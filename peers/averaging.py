@@ -339,7 +339,7 @@ class Averaging:
             self._owner.on_out_of_step(commit)
             return
         named = update.corrector if self._compute.outer is None else held.group.corrector
-        self.corrected_by = named if commit.weight else ""
+        self.corrected_by = named if commit.weight and update.way != "none" else ""
         try:
             norm = await self.work.apply(held, commit)
         except ValueError as error:

@@ -65,13 +65,17 @@ class GradientWork(RoundWork):
             return own
         return (own * tokens + owed.vector * waiting) / weight
 
+    async def average(self, group: Group, exchange: Exchange | None, lineage: str, tokens: int) -> Average:
+        """See RoundWork."""
+        made = await super().average(group, exchange, lineage, tokens)
+        if not self._overlap.travels(group.step) and not self._overlap.waits(group.step):
+            return made
+        # Now, while the ledger is frozen: the group may be committed after more was replayed here.
+        return replace(made, own=await self._submit(self._compute.contribution, tokens))
+
     async def apply(self, held: Average, commit: Commit) -> float | None:
         """See RoundWork."""
-        owed: Owed | None = None
-        if self._overlap.travels(commit.step) or self._overlap.waits(commit.step):
-            # The accumulator is emptied when the average of the step before is applied.
-            vector = await self._submit(self._compute.contribution, held.tokens)
-            owed = Owed(commit.step, vector, held.tokens)
+        owed = Owed(commit.step, held.own, held.tokens) if held.own is not None else None
         try:
             norm = await self._settle(held)
             if norm is None:

@@ -36,7 +36,8 @@ class Average:
     """What this member would apply with the commit of a group.
 
     digest: what it votes for. average: fp32 [numel]; empty where the round settles none. tokens: loss tokens of its own
-    ledger. compression: what moves the compressor's state on; None where nothing was exchanged.
+    ledger. compression: what moves the compressor's state on; None where nothing was exchanged. own: fp32 [numel], what
+    this member will owe a later average, as its ledger of this attempt has it.
     """
 
     group: Group
@@ -45,6 +46,7 @@ class Average:
     update: Update
     tokens: int
     compression: Compression | None
+    own: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from peers.round_work import RoundWork
 logger = logging.getLogger("swarm_peer.rounds")
 HEARD = 64
 """Failures of exchanges that may be still to begin here: whoever is first may give up first."""
-MOST_PASSED = 64
+MOST_PASSED = 62
 """Averages in a row that are not let travel, since those before were late again and again."""
 
 
@@ -141,7 +141,7 @@ class Travel:
         if failure.reason == "late":
             self.pace.note_late_exchange()
             self._late_ones += 1
-            self._passed = min(2 ** min(self._late_ones, 6) - 2, MOST_PASSED)
+            self._passed = min(2**self._late_ones - 2, MOST_PASSED)
         self._say(exchange, failure, but)
         self._end(exchange, None)
 

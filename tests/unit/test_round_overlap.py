@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peers.engine import Engine
 from peers.exchange import ExchangeError
-from peers.round_messages import Group
+from peers.round_messages import Commit, Group
 from peers.updates import UpdateError, apply_update, read_update, write_update
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import compressor_config
@@ -208,6 +208,20 @@ def test_a_member_that_joined_since_owes_nothing(engine: Engine, tmp_path: Path)
     assert torch.equal(*replicas.weights()) and not torch.equal(before, replicas.weights()[0])
     asyncio.run(replicas.step(4, (2, 4)))
     assert replicas.meetings[4] == set()
+
+
+def test_what_is_replayed_after_an_attempt_is_no_part_of_what_it_owes(engine: Engine, tmp_path: Path) -> None:
+    """An attempt may be committed by a later leader, when the ledger has grown for the next one."""
+    replicas = Replicas(make_run(tmp_path, EVERY_STEP), tmp_path, engine)
+    group = Group("g", 0, 0, "member-0", replicas.names, (3, 5), ("", ""), "")
+    for name, tokens in zip(replicas.names, group.weights, strict=True):
+        replicas.accumulate(name, 0, tokens)
+    made = asyncio.run(replicas.attempt(group, group.weights))
+    replicas.accumulate("member-0", 0, 8)
+    work = replicas.works["member-0"]
+    asyncio.run(work.apply(made[0], Commit("g", 0, 0, made[0].digest, "member-0", replicas.names, weight=8)))
+    assert work._owed is not None and work._owed.weight == 3
+    torch.testing.assert_close(work._owed.vector, replicas.gradient("member-0", 0))
 
 
 def test_an_average_that_is_not_here_fails_the_attempt(engine: Engine, tmp_path: Path) -> None:
