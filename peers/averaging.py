@@ -130,6 +130,8 @@ class Averaging:
                         "weight", f"{weights} for work of at most {most} and {self.work.most_owed} tokens"
                     )
                 self.run(self.core.on_arrive(peer, arrival, now))
+                if peer == self.core.leader and arrival.step == self.core.step and arrival.plan:
+                    self._travel.on_inquiry(peer)
             case Kind.GROUP:
                 self.run(self.core.on_group(peer, parse_group(frame.header, peer), now))
             case Kind.DIGEST:

@@ -116,6 +116,12 @@ class Travel:
             failure = Failure(exchange.group.id, "disconnected")
             self._give_up(exchange, f"the link to {short(peer)} is gone", failure, peer)
 
+    def on_inquiry(self, leader: str) -> None:
+        """The leader has ended its exchange, and says that it waits for this member. Soon it will leave it out."""
+        if self.exchange is not None and self._waiting is not None:
+            failure = Failure(self.exchange.group.id, "late")
+            self._give_up(self.exchange, f"{short(leader)} waits for the round", failure, "")
+
     def _give_up(self, exchange: Exchange, why: str, failure: Failure, but: str) -> None:
         if self._task is not None:
             self._task.cancel()

@@ -107,6 +107,20 @@ def test_a_member_that_is_gone_or_gives_up_ends_it(how: str) -> None:
     run(scenario)
 
 
+def test_a_leader_that_waits_for_the_report_gets_it() -> None:
+    """It would leave this member out, although it may be another one that is slow."""
+
+    async def scenario(world: World) -> None:
+        world.travel.begin(EXCHANGE, MEMBERS)
+        world.travel.on_inquiry(OTHER)
+        assert world.travel.holds("g") and not world.ended
+        assert world.travel.admit(ARRIVAL) is None
+        world.travel.on_inquiry(OTHER)
+        assert world.ended == [(None, ARRIVAL)] and [peer for peer, _, _ in world.told] == [OTHER, THIRD]
+
+    run(scenario)
+
+
 def test_only_the_round_that_settles_it_waits() -> None:
     """An average may travel for several steps."""
 
