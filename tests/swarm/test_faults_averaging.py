@@ -18,16 +18,18 @@ EVERY, DUE = 2, 3
 RUNS: dict[str, dict[str, Any]] = {
     "powersgd": {"averaging": "powersgd", "averaging_rank": 2},
     "diloco": {"averaging": "int8", "outer": "diloco", "outer_every": EVERY},
+    "overlap": {"averaging": "powersgd", "averaging_rank": 2, "outer_overlap": 1},
 }
 
 
-TOLERANCES = {"powersgd": 0.02, "diloco": 0.04}
+TOLERANCES = {"powersgd": 0.02, "diloco": 0.04, "overlap": 0.04}
 """By how much a death may change the held-out loss, of what the run gains: 0.90 (powersgd), 1.57 (diloco).
 
 It is no thousandth here as where gradients are averaged whole. Which replica a microbatch comes to follows from who is
 free, and decides in which remainder, or in whose local step, its gradient is: undisturbed runs of the same seed were up
-to 0.009 and 0.011 apart. And a dead member takes its remainder along, and with DiLoCo its steps since the last
-average. A step that was lost altogether would cost 0.05 (powersgd's last), an average 0.3 (DiLoCo's last).
+to 0.009 and 0.011 apart. And a dead member takes its remainder along, with DiLoCo its steps since the last average,
+and with an overlap its gradient of one step more. A step that was lost altogether would cost 0.05 (powersgd's last),
+an average 0.3 (DiLoCo's last).
 """
 
 
@@ -49,6 +51,9 @@ CASES = [
     ("diloco", "after_first_commit", "leader-1", DUE),
     ("diloco", "before_commit", "leader-1", DUE - 1),
     ("diloco", ON_SIGNAL, "stage-1", DUE),
+    ("overlap", "before_commit", "leader-1", DUE),
+    ("overlap", "mid_exchange", "stage-1", DUE),
+    ("overlap", "after_first_commit", "leader-1", DUE),
 ]
 
 
