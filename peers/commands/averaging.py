@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from peers.compute import stage_trainable, trainable_of
+from peers.commands.explain import averaging_bytes
+from peers.compute import trainable_of
 from peers.config import UserError
-from peers.limits import LIMITS
 from swarm.gradient.averaging import AveragingConfig, build_averaging
-from swarm.gradient.compressor import round_bytes
 from swarm.gradient.config import check_combination, compressor_config
 from swarm.gradient.outer_config import OUTERS, EveryStepConfig, OuterConfig, interval
 from swarm.gradient.robust import RobustConfig
@@ -107,18 +106,11 @@ def averaging_note(manifest: RunManifest, link_mbps: float) -> str:
     """What rounds move: of the stage that moves most, what one of two replicas sends, in the mean over the steps, and
     how long its line takes for it.
     """
-    averaging = manifest.averaging
-    every = interval(averaging.outer)
+    every = interval(manifest.averaging.outer)
     sizes: list[tuple[int, int, int, int]] = []
     for stage in range(manifest.model.stages):
-        trainable = stage_trainable(manifest, stage)
-        compressor = build_averaging(averaging, trainable, manifest.total_steps, manifest.seed)
-        # Steps well after the first ones, which of some compressors are larger.
-        rounds = [
-            round_bytes(compressor.phases(step), 2, LIMITS.averaging_chunk_elements)
-            for step in range(1000 * every, 1001 * every)
-        ]
-        sizes.append((sum(rounds) // every, max(rounds), stage, trainable.numel))
+        numel, mean, most = averaging_bytes(manifest, stage)
+        sizes.append((mean, most, stage, numel))
     nbytes, most, stage, numel = max(sizes)
     if not numel or not nbytes:
         return "averaging: nothing is trained"

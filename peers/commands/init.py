@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,6 +265,10 @@ class InitOptions(RunOptions):
     stage_us_per_token: float | None = None
     """Microseconds a stage of the crowd's machines takes per token, for that advice; without it, this machine's."""
 
+    explain: bool = False
+    """Print, stage by stage, what a replica sends in a step, and the share of a line of --link-mbps that this takes;
+    of the run that is made, or of the existing run in RUN_DIR, which stays as it is."""
+
     revoke_anchor: tuple[str, ...] = ()
     """Priors of these anchors of the existing run in RUN_DIR count no more; what is in force stays until replaced."""
 
@@ -368,44 +371,26 @@ def codec_advice(options: InitOptions, manifest: RunManifest, calibration_s: flo
     return note(advice, options.link_mbps, per_token, chosen, is_measured=given is None)
 
 
-def grant(options: InitOptions, run_dir: Path) -> int:
-    """Change the anchors of an existing run. Raises UserError."""
-    from rich.console import Console
-
-    from peers.commands.grant import grant_anchors
-
-    allowed = {"run_dir", "config", "grant_anchor", "revoke_anchor"}
-    for field in dataclasses.fields(options):
-        if field.name not in allowed and getattr(options, field.name) != field.default:
-            option = field.name.replace("_", "-")
-            raise UserError(
-                f"--{option} is fixed once a run exists: --grant-anchor changes its anchors alone"
-            )
-    anchors = grant_anchors(run_dir, options.grant_anchor, options.revoke_anchor)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"anchors of the run in {run_dir}, the first counts most:", markup=False)
-    for peer in anchors:
-        console.print(f"  {peer}", markup=False)
-    console.print("a seed that serves this folder passes this on within seconds", markup=False)
-    return 0
-
-
 def run(options: InitOptions) -> int:
     """Create the run and say what was made."""
     import time
 
     from rich.console import Console
 
+    from peers.commands.existing import explain_run, grant
+    from peers.commands.explain import explain
     from peers.commands.progress import phases
 
     console = Console(highlight=False, soft_wrap=True)
     run_dir = options.run_dir.expanduser()
     if options.grant_anchor or options.revoke_anchor:
         return grant(options, run_dir)
-    check_target(run_dir)
-    check_sources(options)
     if options.link_mbps <= 0 or (options.stage_us_per_token is not None and options.stage_us_per_token <= 0):
         raise UserError("--link-mbps and --stage-us-per-token must be positive")
+    if options.explain and (run_dir / "manifest.yaml").exists():
+        return explain_run(options, run_dir, console)
+    check_target(run_dir)
+    check_sources(options)
     started = time.monotonic()
     seconds: dict[str, float] = {}
     with phases(console, seconds) as progress:
@@ -413,6 +398,8 @@ def run(options: InitOptions) -> int:
     print_run(console, manifest, run_dir, options.link_mbps)
     if (advice := codec_advice(options, manifest, seconds.get("calibrate codec"))) is not None:
         console.print(advice, markup=False)
+    if options.explain:
+        explain(console, manifest, run_dir / "artifacts", options.link_mbps, options.stage_us_per_token)
     console.print(f"next: swarm-peer seed {run_dir}", markup=False)
     console.print(f"made in {time.monotonic() - started:.0f} s")
     return 0
