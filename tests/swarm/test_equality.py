@@ -24,10 +24,17 @@ pytestmark = pytest.mark.e2e
 STAGES, STEPS, TOLERANCE = 3, 5, 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("codec", ["dense", "mask"])
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("family", "codec", "replicas", "optimizer"),
+    [  # every two of them together at least once
+        ("llama", "dense", 1, "sgd"),
+        ("llama", "mask", 2, "adamw"),
+        ("llama", "mask", 1, "adamw"),
+        ("qwen2", "dense", 2, "adamw"),
+        ("qwen2", "mask", 1, "sgd"),
+        ("qwen2", "mask", 2, "sgd"),
+    ],
+)
 def test_peers_train_like_the_reference(
     swarm: Swarm, family: str, codec: str, replicas: int, optimizer: str
 ) -> None:
