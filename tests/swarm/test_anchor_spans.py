@@ -11,7 +11,7 @@ from tests.kit.swarm import Swarm, wait_for
 from tests.swarm.test_anchor import passes, version_in_force
 from tests.swarm.test_priors import key
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STAGES = 4
 NAMES = [f"stage-{stage}" for stage in range(STAGES)]
 

@@ -72,6 +72,7 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
     terminals.close()
 
 
+@pytest.mark.slow
 def test_volunteers_train_by_hand(terminals: Terminals, tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     model = write_model(tmp_path / "model", texts)

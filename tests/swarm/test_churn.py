@@ -10,7 +10,7 @@ import pytest
 from tests.kit.churn import MAX_STALL_S, Churn, compare, replacements
 from tests.kit.swarm import Host
 
-pytestmark = [pytest.mark.e2e, pytest.mark.fault, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(420)]
 
 CALM_S, CHURN_S, KILL_EVERY_S, LEAST_REPLACED = 20.0, 60.0, 8.0, 3
 

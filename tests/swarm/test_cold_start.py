@@ -12,7 +12,7 @@ from tests.kit.faults import LOSS_TOLERANCE, FaultBench
 from tests.kit.ledger import audit, read_lines
 from tests.kit.swarm import Host, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STAGES, REPLICAS, STEPS = 3, 2, 60
 
 

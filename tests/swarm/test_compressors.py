@@ -80,7 +80,13 @@ def has_worked(member: Member) -> bool:
     return any(line["keys"] and line["peer"] in line["roster"] for line in member.ledger())
 
 
-@pytest.mark.parametrize("name", ["powersgd", "scape", "diloco", "overlap", "gasloc"])
+SLOW = ("topk", "sign", "streaming", "diloco", "gasloc")
+"""Further cases: the first three are like others here, the last two are in the other test."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("powersgd", marks=pytest.mark.slow), "scape", "diloco", "overlap", "gasloc"]
+)
 def test_a_joiner_and_those_who_outlive_a_member_hold_the_same_bits(swarm: Swarm, name: str) -> None:
     """What members share beside the weights comes with the snapshot and the updates; a round that a death ended
     changed nothing of it.
@@ -121,7 +127,9 @@ def test_a_joiner_and_those_who_outlive_a_member_hold_the_same_bits(swarm: Swarm
     assert not found.lost
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in COMPRESSORS]
+)
 def test_a_compressed_run_learns_and_moves_what_its_compressor_says(swarm: Swarm, name: str) -> None:
     steps, names = 24, ["0-0", "0-1", "1-0", "1-1"]
     run_dir = swarm.make_run(

@@ -21,6 +21,13 @@ from tests.swarm.test_equality import TOLERANCE, reference, trained_weights
 from tests.swarm.test_priors import key, priors
 
 pytestmark = pytest.mark.e2e
+
+
+def slow(*values: str) -> Any:
+    """One of the further cases."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 STAGES, REPLICAS = 2, 2
 NAMES = [f"{stage}-{replica}" for stage in range(STAGES) for replica in range(REPLICAS)]
 
@@ -38,7 +45,7 @@ def corrects(swarm: Swarm, stage: int, sha256: str) -> Callable[[], bool]:
     )
 
 
-@pytest.mark.parametrize("variant", ["spectral", "one_sided", "additive"])
+@pytest.mark.parametrize("variant", ["spectral", slow("one_sided"), slow("additive")])
 def test_peers_correct_like_the_reference(swarm: Swarm, tmp_path: Path, variant: str) -> None:
     anchor, anchor_id = key(tmp_path, "anchor")
     steps = 40
@@ -101,6 +108,7 @@ def test_peers_correct_like_the_reference(swarm: Swarm, tmp_path: Path, variant:
             assert torch.equal(tensor, replicas[1][name]), f"replicas differ in {name}"
 
 
+@pytest.mark.slow
 def test_wrong_priors_are_refused_and_a_joiner_corrects_as_the_others_did(
     swarm: Swarm, tmp_path: Path
 ) -> None:
@@ -176,6 +184,7 @@ def test_wrong_priors_are_refused_and_a_joiner_corrects_as_the_others_did(
     assert not audited.doubled and not audited.lost, audited.problems()
 
 
+@pytest.mark.slow
 def test_a_real_anchor_remembers_through_its_death_and_the_swarm_goes_on_without_it(
     swarm: Swarm, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.kit.swarm import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 # A plain process: transformers alone, nothing of this project.
 LOAD = """

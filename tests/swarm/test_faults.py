@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,11 @@ from tests.kit.faults import Case, FaultBench
 from tests.kit.swarm import Host
 
 pytestmark = [pytest.mark.e2e, pytest.mark.fault]
+
+
+def slow(*values: str) -> Any:
+    """One of the further cases."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -43,27 +49,29 @@ def expect_only_time_lost(bench: FaultBench, case: Case) -> None:
 @pytest.mark.parametrize(
     ("point", "victim"),
     [
-        ("after_accepted", "stage-3"),
+        slow("after_accepted", "stage-3"),
         ("after_forward_sent", "lead"),
-        ("after_backward", "stage-1"),
+        slow("after_backward", "stage-1"),
         ("after_gradient", "leader-2"),
-        ("after_step_end", "source"),
+        slow("after_step_end", "source"),
         ("before_group", "leader-1"),
-        ("mid_exchange", "stage-2"),
-        ("after_first_commit", "lead"),
+        slow("mid_exchange", "stage-2"),
+        slow("after_first_commit", "lead"),
         ("before_commit", "leader-3"),
-        ("outside", "seed"),
+        slow("outside", "seed"),
     ],
 )
 def test_death_at_a_point_costs_only_time(two_replicas: FaultBench, point: str, victim: str) -> None:
     expect_only_time_lost(two_replicas, Case(point, victim))
 
 
-@pytest.mark.parametrize("victim", ["source", "stage-1", "stage-2", "stage-3"])
+@pytest.mark.parametrize("victim", ["source", slow("stage-1"), slow("stage-2"), slow("stage-3")])
 def test_death_at_any_time_costs_only_time(two_replicas: FaultBench, victim: str) -> None:
     expect_only_time_lost(two_replicas, Case(ON_SIGNAL, victim))
 
 
-@pytest.mark.parametrize(("point", "victim"), [("after_first_commit", "leader-1"), ("before_commit", "lead")])
+@pytest.mark.parametrize(
+    ("point", "victim"), [("after_first_commit", "leader-1"), slow("before_commit", "lead")]
+)
 def test_a_round_of_three_survives_its_leader(three_replicas: FaultBench, point: str, victim: str) -> None:
     expect_only_time_lost(three_replicas, Case(point, victim))

@@ -29,7 +29,7 @@ from tests.kit.ledger import Audit, audit
 from tests.kit.spoiled import Lie
 from tests.kit.swarm import Host, Member, Swarm
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 REPLICAS, STEPS, TOLERANCE = 8, 24, 0.02
 
