@@ -83,7 +83,8 @@ def explain(
     for column in table.columns[1:]:
         column.justify = "right"
     tokens = manifest.samples_per_step * manifest.data.sequence_length / REPLICAS
-    for row in stage_bytes(manifest, artifacts):
+    rows = stage_bytes(manifest, artifacts)
+    for row in rows:
         seconds = 8 * row.total / (link_mbps * 1e6)
         cells = [
             str(row.stage),
@@ -98,7 +99,7 @@ def explain(
     averaging = manifest.averaging
     averages = f"averages are {_named(manifest)}"
     if interval(averaging.outer) > 1:
-        most = max(row.most for row in stage_bytes(manifest, artifacts))
+        most = max(row.most for row in rows)
         averages += f", in the mean over {interval(averaging.outer)} steps (at most {_size(most)} at once)"
     if isinstance(averaging.outer, GossipConfig):
         averages += ", from each of a pair"
