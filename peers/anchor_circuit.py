@@ -20,6 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,8 @@ LOAD_S = 1800.0
 """From opening a pass to its weights being loaded everywhere; an anchor that dies is found by its stream's end."""
 FRAME_S = 300.0
 """From a microbatch's forward to its gradient, through all anchors behind."""
+FINISH_S = 600.0
+"""For a pass that has come back whole to be fitted and published, once its lead opens the next."""
 STREAMS, STRANGERS, STREAMS_PER_PEER = 64, 8, 4
 """On which passes may be opened here at the same time: by all anchors, by all others (who are told why not), by one
 peer."""
@@ -85,6 +88,17 @@ class PassWork(Protocol):
         """Every microbatch has come back: fit the priors and publish them."""
 
 
+@dataclass(slots=True)
+class _Pass:
+    """The pass under way. opener: who opened it. is_back: every gradient has been returned; what is left is to hear of
+    the end, to fit and to publish.
+    """
+
+    opener: str
+    task: asyncio.Task[None] | None = None
+    is_back: bool = False
+
+
 class AnchorCircuit:
     """This anchor's place in circuits. Lives in the communication loop; `start` and `close` are called there.
 
@@ -111,7 +125,7 @@ class AnchorCircuit:
         self._me = p2p.peer_id.to_base58()
         self._streams: Counter[str] = Counter()
         self._strangers: Counter[str] = Counter()
-        self._current: tuple[str, asyncio.Task[None]] | None = None
+        self._current: _Pass | None = None
 
     async def start(self) -> None:
         """Take part in passes from now on."""
@@ -146,8 +160,8 @@ class AnchorCircuit:
                     raise PassError(f"{sender[-8:]} is no anchor of this run")
                 version = need_count(header, "version", MAX_VERSION)
                 legs, place = self._place(header, sender)
-                if self._current is not None and self._current[0] == sender:
-                    await self._drop()  # it has begun anew
+                if self._current is not None and self._current.opener == sender:
+                    await self._end_before(self._current)
             try:
                 await self._run(sender, version, legs, place, before)
             except PassError as error:
@@ -179,9 +193,9 @@ class AnchorCircuit:
         """One pass at a time. Raises PassError."""
         if self._current is not None:
             raise PassError("another pass is under way here")
+        current = self._current = _Pass(opener)
         # In a task of its own: a stream's handler that is cancelled complains aloud in Python 3.11.
-        task = asyncio.create_task(self._pass(version, legs, place, before))
-        self._current = opener, task
+        task = current.task = asyncio.create_task(self._pass(current, version, legs, place, before))
         try:
             async with _errors():
                 await asyncio.wait([task])
@@ -190,18 +204,35 @@ class AnchorCircuit:
                 task.result()
         finally:
             task.cancel()
-            if self._current is not None and self._current[1] is task:
+            if self._current is current:
                 self._current = None
+
+    async def _end_before(self, current: _Pass) -> None:
+        """Its lead opens another pass: one that has come back whole may end first, any other has been given up there.
+
+        The lead does not wait for those behind it to fit and publish, nor does the new stream for the old one's last
+        frame.
+        """
+        if current.is_back and current.task is not None:
+            await asyncio.wait([current.task], timeout=FINISH_S)
+        if self._current is current:
+            await self._drop()
 
     async def _drop(self) -> None:
         """Give up the pass under way."""
-        if self._current is not None:
-            task = self._current[1]
-            task.cancel()
-            self._current = None
-            await asyncio.wait([task])
+        current, self._current = self._current, None
+        if current is not None and current.task is not None:
+            current.task.cancel()
+            await asyncio.wait([current.task])
 
-    async def _pass(self, version: int, legs: tuple[Leg, ...], place: int, before: _Neighbour | None) -> None:
+    async def _pass(
+        self,
+        current: _Pass,
+        version: int,
+        legs: tuple[Leg, ...],
+        place: int,
+        before: _Neighbour | None,
+    ) -> None:
         """This anchor's part in a pass, from loading the weights to publishing the priors."""
         behind: _Neighbour | None = None
         leg = legs[place]
@@ -218,6 +249,7 @@ class AnchorCircuit:
             if before is not None:
                 await before.say("ready")
             await self._microbatches(before, behind)
+            current.is_back = True
             if before is not None:
                 await before.expect("end", FRAME_S)
             if behind is not None:

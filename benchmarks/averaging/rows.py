@@ -38,7 +38,7 @@ class AveragingRow(BaseModel):
     seed: int = 0
     steps: int = Field(default=40, ge=1)
     replicas: int = Field(default=4, ge=2)
-    rows_per_replica: int = 2
+    rows_per_replica: int = 1
     sequence_length: int = 128
     max_tokens: int = 500_000
     eval_rows: int = 32

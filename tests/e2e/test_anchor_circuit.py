@@ -40,6 +40,7 @@ class Work:
     spoils: str = ""
     on_forward: Any = None
     on_load: Any = None
+    on_finish: Any = None
 
     async def load(self, version: int, first: int, last: int) -> None:
         if self.spoils == "load":
@@ -70,6 +71,8 @@ class Work:
         return 2 * found
 
     async def finish(self) -> None:
+        if self.on_finish is not None:
+            await self.on_finish()
         self.finished += 1
 
 
@@ -268,6 +271,27 @@ def test_lead_that_begins_anew_is_not_kept_waiting_by_what_it_left(runner: async
             await until(lambda: [work.finished for work in row.work] == [1, 1, 1])
             await row.settled(1)
             assert all(version == 20 for _, version, _ in row.abandoned)
+
+    runner.run(scenario())
+
+
+def test_next_pass_waits_where_the_last_one_is_still_being_fitted(runner: asyncio.Runner, row: Row) -> None:
+    """The lead hears nothing of that: it opens its next pass when it is ready itself."""
+
+    async def scenario() -> None:
+        may_finish = asyncio.Event()
+
+        async with row:
+            row.work[1].on_finish = row.work[2].on_finish = may_finish.wait
+            await row.lead(20)
+            second = asyncio.create_task(row.lead(40))
+            await until(lambda: (40, 0, 1) in row.work[0].loaded)
+            await asyncio.sleep(0.2)  # as long as the opening takes
+            assert [len(work.loaded) for work in row.work] == [2, 1, 1]
+            may_finish.set()
+            await second
+            await until(lambda: [work.finished for work in row.work] == [2, 2, 2])
+        assert not row.abandoned
 
     runner.run(scenario())
 

@@ -18,7 +18,7 @@ from peers.injector import ON_SIGNAL
 from swarm.manifest import RunManifest
 from swarm.plan import seeded_order
 from tests.kit.evaluation import final_loss, snapshot, unequal_tensors
-from tests.kit.ledger import Audit, Key, audit, last_words
+from tests.kit.ledger import Audit, Key, audit, last_words, skipped_steps
 from tests.kit.swarm import Host, Swarm, wait_for
 
 LOSS_TOLERANCE = 1e-3
@@ -139,11 +139,13 @@ class FaultBench:
         *,
         deadline_s: float = 120.0,
         tolerance: float = LOSS_TOLERANCE,
+        per_skipped_step: float = 0.0,
     ) -> None:
         """run_dir: a run that exists; without it, `make_run` comes first. tolerance: by how much a death may change
-        the held-out loss.
+        the held-out loss. per_skipped_step: by how much more for each local step that `skipped_steps` finds.
         """
-        self.host, self.folder, self.deadline_s, self.tolerance = host, folder, deadline_s, tolerance
+        self.host, self.folder, self.deadline_s = host, folder, deadline_s
+        self.tolerance, self.per_skipped_step = tolerance, per_skipped_step
         self.run_dir = run_dir if run_dir is not None else folder / "run"
 
     def make_run(self, **options: Any) -> None:
@@ -283,7 +285,10 @@ class FaultBench:
             # A round's leader is one in its own step only; any other peer may see no work in one step.
             when = f"step={step}" if case.victim.startswith("lead") else f"from={step}"
             outcome = self.run_again_unless_started(name, {victim: f"{case.point}:{when}"})
-        result = judge(case, victim, outcome, self.reference, self.manifest, self.tolerance)
+        every = getattr(self.manifest.averaging.outer, "every", 1)
+        skipped = skipped_steps(outcome.ledgers, every) + skipped_steps(self.reference.ledgers, every)
+        tolerance = self.tolerance + skipped * self.per_skipped_step
+        result = judge(case, victim, outcome, self.reference, self.manifest, tolerance)
         if not result["problems"]:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         else:

@@ -144,3 +144,18 @@ def last_words(log: str) -> dict[str, Any] | None:
             words: dict[str, Any] = json.loads(line)
             return words
     return None
+
+
+def skipped_steps(ledgers: dict[str, list[dict[str, Any]]], every: int) -> int:
+    """Local steps not taken by members that had microbatches in other steps before the same average, one every so many
+    steps: what they moved counts in the average, and is that much shorter. 0 where every step's gradient is averaged.
+    """
+    if every == 1:
+        return 0
+    skipped = 0
+    for lines in ledgers.values():
+        had_work = {line["step"]: bool(line["keys"]) for line in lines}
+        for first in range(0, max(had_work, default=-1) + 1, every):
+            taken = [had_work[step] for step in range(first, first + every) if step in had_work]
+            skipped += taken.count(False) if any(taken) else 0
+    return skipped

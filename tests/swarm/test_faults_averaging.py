@@ -22,14 +22,18 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-TOLERANCES = {"powersgd": 0.02, "diloco": 0.04, "overlap": 0.04}
+TOLERANCES = {"powersgd": 0.02, "diloco": 0.05, "overlap": 0.04}
 """By how much a death may change the held-out loss, of what the run gains: 0.90 (powersgd), 1.57 (diloco).
 
 It is no thousandth here as where gradients are averaged whole. Which replica a microbatch comes to follows from who is
 free, and decides in which remainder, or in whose local step, its gradient is: undisturbed runs of the same seed were up
-to 0.009 and 0.011 apart. And a dead member takes its remainder along, with DiLoCo its steps since the last average,
-and with an overlap its gradient of one step more. A step that was lost altogether would cost 0.05 (powersgd's last),
-an average 0.3 (DiLoCo's last).
+to 0.009 (powersgd) and, on a loaded machine, 0.027 (diloco) apart. And a dead member takes its remainder along, with
+DiLoCo its steps since the last average, and with an overlap its gradient of one step more. A step that was lost
+altogether would cost 0.05 (powersgd's last), an average 0.3 (DiLoCo's last).
+"""
+PER_SKIPPED_STEP = 0.08
+"""And for each local step that a replica had no microbatch for, which the ledger tells: a run in which two of stage 1's
+three replicas had one of the two steps before the first average ended 0.15 above those in which all had both.
 """
 
 
@@ -37,7 +41,9 @@ an average 0.3 (DiLoCo's last).
 def bench(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.TempPathFactory) -> FaultBench:
     """2 stages of 3 replicas: those who are left still have something to average."""
     name = request.param
-    made = FaultBench(host, tmp_path_factory.mktemp(name), tolerance=TOLERANCES[name])
+    made = FaultBench(
+        host, tmp_path_factory.mktemp(name), tolerance=TOLERANCES[name], per_skipped_step=PER_SKIPPED_STEP
+    )
     made.make_run(layers=2, stages=2, replicas=3, samples_per_step=12, **RUNS[name])
     return made
 
