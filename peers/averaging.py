@@ -102,6 +102,8 @@ class Averaging:
         self.parts_refused: Counter[str] = Counter()
         """Chunks of others' contributions that this peer, as reducer, left out, by reason."""
         self.own_parts_refused = 0
+        self.overlapped: Counter[str] = Counter()
+        """Averages of an earlier step: "arrived" while steps ran, or exchanged "again" in the open."""
         self._blamed: set[str] = set()
         self._began = 0.0
 
@@ -124,11 +126,11 @@ class Averaging:
             case Kind.ARRIVE:
                 arrival = parse_arrival(frame.header)
                 most = self.work.most_weight(arrival.step, len(arrival.keys))
-                if arrival.weight > most or arrival.owed > self.work.most_owed:
+                pending = self._average.group if self._average is not None else None
+                most_owed = self.work.most_owed_by(peer, arrival.step, pending)
+                if arrival.weight > most or arrival.owed > most_owed:
                     weights = f"{arrival.weight} and {arrival.owed}"
-                    raise FrameError(
-                        "weight", f"{weights} for work of at most {most} and {self.work.most_owed} tokens"
-                    )
+                    raise FrameError("weight", f"{weights} for work of at most {most} and {most_owed} tokens")
                 self.run(self.core.on_arrive(peer, arrival, now))
                 if peer == self.core.leader and arrival.step == self.core.step and arrival.plan:
                     self._travel.on_inquiry(peer)
@@ -350,6 +352,10 @@ class Averaging:
             self.refusals["not_finite"] += 1
         if update.way in ("exchanged", "alone"):  # what the sketch is of has changed
             await self._take_sketch()
+            settled = self.work.settled(commit.step)
+            if settled is not None and settled < commit.step:
+                self.overlapped["arrived" if held.group.settled else "again"] += 1
+        self.work.note_committed(held.group)
         self._average = None
         self.outcomes["committed"] += 1
         self.seconds = time.monotonic() - self._began

@@ -90,6 +90,7 @@ PRIOR_RESULTS = (
     "size",
     "conflict",
 )
+OVERLAP_RESULTS = ("arrived", "again")
 
 
 class Metrics:
@@ -191,6 +192,12 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.averages_overlapped = Counter(
+            "swarm_peer_averages_overlapped",
+            "Averages of an earlier step that were applied: arrived while steps ran, or exchanged again in the open",
+            ["result"],
+            registry=registry,
+        )
         self.prior_bytes = Counter(
             "swarm_peer_prior_bytes", "Bytes of priors that were fetched", registry=registry
         )
@@ -234,6 +241,8 @@ class Metrics:
             self._updates.labels(what)
         for result in PRIOR_RESULTS:
             self.priors.labels(result)
+        for result in OVERLAP_RESULTS:
+            self.averages_overlapped.labels(result)
         for refusal in get_args(Refusal):
             self.contributions_refused.labels(refusal)
         self._rounds.labels("committed", "none")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -107,6 +108,7 @@ class RoundWork(ABC):
         self._run_id, self._stage, self._me, self._sizes = run_id, stage, me, sizes
         self._overlap = compute.overlap
         self._owed: Owed | None = None
+        self._committed: deque[Group] = deque(maxlen=self._overlap.steps + 1)
         moved = bytes_per_step(compute.compressor, self._interval)
         self.compression = 2 * compute.trainable.numel / moved if moved else 0.0
         """Bytes of the weights as bf16 over those of an average, in the mean over steps; 0 if nothing is averaged."""
@@ -181,6 +183,23 @@ class RoundWork(ABC):
             return arrival
         digest = owed.outcome.digest if owed.outcome is not None else ""
         return replace(arrival, owed=owed.weight, settled=digest)
+
+    def most_owed_by(self, peer: str, step: int, pending: Group | None) -> int:
+        """What a member may say that it owes the average that the round of a step settles: its weight in the group that
+        was committed then, if this member knows that group. pending: the group whose commit may be under way here.
+        """
+        start = self.settled(step)
+        if start is None or start == step:
+            return 0
+        known = (*self._committed, pending) if pending is not None else self._committed
+        for group in known:
+            if group.step == start:
+                return group.weights[group.members.index(peer)] if peer in group.members else 0
+        return self.most_owed
+
+    def note_committed(self, group: Group) -> None:
+        """A group's commit has been applied here."""
+        self._committed.append(group)
 
     def restart(self) -> None:
         """The weights are others now: what led to the ones before counts no more."""

@@ -88,6 +88,7 @@ class StatusBoard:
             "round_seconds": trainer.averaging.seconds if trainer else None,
             "contributions_refused": dict(trainer.averaging.parts_refused) if trainer else {},
             "contributions_refused_own": trainer.averaging.own_parts_refused if trainer else 0,
+            "averages_overlapped": dict(trainer.averaging.overlapped) if trainer else {},
             "bytes": self._bytes(),
             "codec_bytes": dict(trainer.worker.codec_bytes) if trainer else {},
             "rss_bytes": self._process.memory_info().rss,
@@ -142,6 +143,8 @@ class StatusBoard:
                 metrics.round("failed", trainer.averaging.seconds, reason)
         for reason, count in trainer.averaging.parts_refused.items():
             metrics.contributions_refused.labels(reason).inc(self._grown(f"contribution/{reason}", count))
+        for result, count in trainer.averaging.overlapped.items():
+            metrics.averages_overlapped.labels(result).inc(self._grown(f"overlapped/{result}", count))
         refused = sum(n for name, n in trainer.worker.core.counters.items() if name.startswith("refused_"))
         metrics.microbatch("refused", int(self._grown("refused", refused)))
         if self._manifest is not None:

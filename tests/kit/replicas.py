@@ -61,8 +61,10 @@ class Replicas:
             for work, count in zip(self.works.values(), tokens, strict=True)
         ]
         weights = tuple(arrival.weight for arrival in arrivals)
-        for arrival, work in zip(arrivals, self.works.values(), strict=True):
-            assert arrival.weight <= work.most_weight(step, 1) and arrival.owed <= work.most_owed
+        for name, arrival in zip(self.names, arrivals, strict=True):
+            for work in self.works.values():
+                assert arrival.weight <= work.most_weight(step, 1)
+                assert arrival.owed <= work.most_owed_by(name, step, None)
         owed, digests = tuple(arrival.owed for arrival in arrivals), {arrival.settled for arrival in arrivals}
         for attempt in range(attempts):
             group = Group(
@@ -84,6 +86,7 @@ class Replicas:
         )
         for work, average in zip(self.works.values(), made, strict=True):
             await work.apply(average, commit)
+            work.note_committed(group)
         self.updates.append(made[0].update)
         await self._travel(group, is_lost=is_lost)
         return weights

@@ -149,6 +149,10 @@ def test_a_compressed_run_learns_and_moves_what_its_compressor_says(swarm: Swarm
     files = [snapshot(swarm.folder, stage, steps) for stage in range(2)]
     after = final_loss(run_dir, [file for file in files if file is not None])
     assert first_loss(swarm, names[2:]) > after + 0.3
+    if "outer_overlap" in COMPRESSORS[name]:
+        for each in names:
+            found = swarm.members[each].last("summary")["averages_overlapped"]
+            assert found["arrived"] >= steps // 4 and found["arrived"] > 2 * found.get("again", 0), found
     for stage in range(2):
         replicas = [snapshot(swarm.folder / f"{stage}-{number}", stage, steps) for number in range(2)]
         assert unequal_shared(replicas) == []

@@ -210,6 +210,21 @@ def test_a_member_that_joined_since_owes_nothing(engine: Engine, tmp_path: Path)
     assert replicas.meetings[4] == set()
 
 
+@pytest.mark.parametrize("outer", [EVERY_STEP, {"name": "diloco", "every": 2, "overlap": 1}])
+def test_a_member_owes_what_it_weighed_and_no_more(
+    engine: Engine, tmp_path: Path, outer: dict[str, Any]
+) -> None:
+    """By the committed group; one that is not known here is bounded by the run's sizes."""
+    replicas = Replicas(make_run(tmp_path, outer), tmp_path, engine)
+    weights = [asyncio.run(replicas.step(step, tokens)) for step, tokens in enumerate(COUNTS[:2])]
+    work, (one, other) = replicas.works["member-0"], replicas.names
+    assert [work.most_owed_by(name, 2, None) for name in (one, other, "stranger")] == [*weights[1], 0]
+    assert work.most_owed_by(one, 0, None) == work.most_owed_by(one, STEPS - 1, None) == 0
+    assert work.most_owed_by(one, 4, None) == (work.most_owed if work.settled(4) is not None else 0)
+    group = Group("g", 3, 0, one, replicas.names, (7, 9), ("", ""), "")
+    assert [work.most_owed_by(name, 4, group) for name in (one, other)] == [7, 9]
+
+
 def test_what_is_replayed_after_an_attempt_is_no_part_of_what_it_owes(engine: Engine, tmp_path: Path) -> None:
     """An attempt may be committed by a later leader, when the ledger has grown for the next one."""
     replicas = Replicas(make_run(tmp_path, EVERY_STEP), tmp_path, engine)
