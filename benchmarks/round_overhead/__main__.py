@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each kind")
     parser.add_argument("--warm-up", type=int, default=3, help="rounds before them that do not count")
-    parser.add_argument("--payloads", type=float, nargs="+", default=[0.004, 1, 8], help="MB of one vector")
+    parser.add_argument("--payloads", type=float, nargs="+", default=[0.004, 1], help="MB of one vector")
     parser.add_argument("--averaging", choices=tuple(BYTES), default="fp32", help="what crosses, at both")
     parser.add_argument("--rtt-ms", type=float, nargs="+", default=[0], help="0: loopback")
     parser.add_argument("--mbps", type=float, default=0.0, help="of every host's line; 0: not shaped")
