@@ -67,6 +67,7 @@ def test_anchor_leaves_when_the_run_has_ended(swarm: Swarm, tmp_path: Path) -> N
     swarm.kill_all()
 
 
+@pytest.mark.slow
 def test_anchor_that_is_granted_while_the_run_trains_is_used_and_ends_when_it_is_revoked(
     swarm: Swarm, tmp_path: Path
 ) -> None:

@@ -80,8 +80,8 @@ def has_worked(member: Member) -> bool:
     return any(line["keys"] and line["peer"] in line["roster"] for line in member.ledger())
 
 
-SLOW = ("topk", "sign", "streaming", "diloco", "gasloc")
-"""Further cases: the first three are like others here, the last two are in the other test."""
+SLOW = ("topk", "sign", "streaming", "powersgd", "sparta", "diloco", "gasloc")
+"""Further cases: the first five are like others here, the last two are in the other test."""
 
 
 @pytest.mark.parametrize(

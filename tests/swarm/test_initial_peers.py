@@ -106,6 +106,7 @@ def fresh_peer_id() -> str:
     return identity.peer_id
 
 
+@pytest.mark.slow
 def test_one_good_address_suffices_bad_ones_are_named_and_none_at_all_ends_with_a_table(
     seeded: Swarm, tmp_path: Path
 ) -> None:

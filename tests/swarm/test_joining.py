@@ -28,7 +28,13 @@ def newest_common_snapshots(swarm: Swarm, names: list[str]) -> dict[str, int]:
     return {"version": max(set.intersection(*found), default=0)}
 
 
-@pytest.mark.parametrize("stages_joined", [(1, 1, 1), (0, 1, 2)], ids=["one stage", "every stage"])
+@pytest.mark.parametrize(
+    "stages_joined",
+    [
+        pytest.param((1, 1, 1), id="one stage"),
+        pytest.param((0, 1, 2), id="every stage", marks=pytest.mark.slow),
+    ],
+)
 def test_three_joiners_at_once_become_voting_members(swarm: Swarm, stages_joined: tuple[int, ...]) -> None:
     swarm.make_run(
         stages=STAGES,
