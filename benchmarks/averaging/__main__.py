@@ -5,7 +5,8 @@
     python -m benchmarks.averaging --only fp32 sign topk-0.5% --steps 20 --domain python
     python -m benchmarks.averaging report                    the table and the plot of docs/averaging.md
 
-SmolLM2-135M on the quality benchmark's data, four simulated replicas of a quarter of the rows each, codecs and means
+SmolLM2-135M on the quality benchmark's data, simulated replicas (two unless a row says otherwise) with an
+equal share of a step's four rows each, codecs and means
 of `swarm.gradient.simulate`, whose bits are those of real peers (`tests/e2e/test_exchange_links.py`). Boundaries are
 not coded. Finished rows are lines of the journal and are not run again.
 """

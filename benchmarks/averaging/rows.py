@@ -37,8 +37,8 @@ class AveragingRow(BaseModel):
     model: str = DEMO_MODEL
     seed: int = 0
     steps: int = Field(default=40, ge=1)
-    replicas: int = Field(default=4, ge=2)
-    rows_per_replica: int = 1
+    replicas: int = Field(default=2, ge=2)
+    rows_per_replica: int = 2
     sequence_length: int = 128
     max_tokens: int = 500_000
     eval_rows: int = 32
@@ -106,12 +106,13 @@ def _row(
     compressor: str = "fp16",
     optimizer: str = "adamw",
     outer: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Row:
     loop = OUTERS.validate_python(outer if outer is not None else {"name": "every_step"})
     averaging = AveragingConfig(compressor=compressor_config(compressor, **fields), outer=loop)
-    changes = {"skip_zeros": True} if optimizer == "adams" else {}
-    return Row(name, says, averaging.model_dump(mode="json"), optimizer, changes)
+    more = {"skip_zeros": True} if optimizer == "adams" else {}
+    return Row(name, says, averaging.model_dump(mode="json"), optimizer, {**more, **(changes or {})})
 
 
 ROWS = (
@@ -165,8 +166,9 @@ ROWS = (
     ),
     _row(
         "gasloc-5",
-        "GASLoC, a pair every 5 steps, all every 20",
+        "GASLoC of four replicas of one row, a pair every 5 steps, all every 20",
         outer={"name": "gasloc", "every": 5, "consensus": 4},
+        changes={"replicas": 4, "rows_per_replica": 1},  # two would always meet each other
     ),
     _row(
         "fp16-overlap", "gradients as fp16, applied one step late", outer={"name": "every_step", "overlap": 1}

@@ -180,6 +180,7 @@ class Replicas:
         if self._outers:
             for trainer, batch in zip(self._trainers, batches, strict=True):
                 trainer.step([batch], step)
+                trainer.gradients = {}  # of every replica's, hundreds of MB
             return []
         vectors = []
         for batch in batches:
