@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from swarm.gradient.chunk import ChunkCodec
@@ -55,7 +56,9 @@ class Averaged:
 
     def residual(self, vector: Tensor) -> Tensor:
         """vector - counted + owed: error feedback over both codings of the butterfly."""
-        return vector - self.counted + self.owed
+        return torch.sub(vector, self.counted).add_(
+            self.owed
+        )  # fresh memory once: its pages cost more than the sums
 
 
 class Compression(Protocol):
