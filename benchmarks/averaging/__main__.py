@@ -3,12 +3,13 @@
     python -m benchmarks.averaging --list                    rows, what they are, which are done
     python -m benchmarks.averaging --threads 1               all rows; may be started twice: two processes share them
     python -m benchmarks.averaging --only fp32 sign topk-0.5% --steps 20 --domain python
-    python -m benchmarks.averaging report                    the table and the plot of docs/averaging.md
+    python -m benchmarks.averaging swarm                     some rows again, through a real swarm on loopback
+    python -m benchmarks.averaging report                    the tables and the plot of docs/averaging.md
 
-SmolLM2-135M on the quality benchmark's data, simulated replicas (two unless a row says otherwise) with an
-equal share of a step's four rows each, codecs and means
-of `swarm.gradient.simulate`, whose bits are those of real peers (`tests/e2e/test_exchange_links.py`). Boundaries are
-not coded. Finished rows are lines of the journal and are not run again.
+SmolLM2-135M on the quality benchmark's data, simulated replicas (two unless a row says otherwise) with an equal share
+of a step's four rows each, codecs and means of `swarm.gradient.simulate`, whose bits are those of real peers
+(`tests/e2e/test_exchange_links.py`). Boundaries are not coded. Finished rows are lines of the journal and are not run
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", nargs="?", choices=("run", "report"), default="run")
+    parser.add_argument("action", nargs="?", choices=("run", "swarm", "report"), default="run")
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="only rows of these names")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
@@ -99,14 +100,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fields["model"] = options.model
     if options.learning_rate is not None:
         fields["learning_rate"] = options.learning_rate
+    if options.action == "swarm":
+        from benchmarks.averaging.real import SWARM_ROWS
+
+        options.only = options.only or list(SWARM_ROWS)
+        if not set(options.only) <= SWARM_ROWS.keys():
+            console.print(f"error: a real swarm trains rows {', '.join(SWARM_ROWS)}", markup=False)
+            return 2
     chosen = [(row, row.config(**fields)) for row in ROWS if not options.only or row.name in options.only]
     if options.list:
         for row, config in chosen:
             done = "done" if config.key in records else "    "
             console.print(f"{done} {row.name:24} {row.says}", markup=False)
         return 0
-    run(chosen, journal, options, console)
+    if options.action == "swarm":
+        run_swarm(chosen, journal, options, console)
+    else:
+        run(chosen, journal, options, console)
     return 0
+
+
+def run_swarm(
+    chosen: Sequence[tuple[Any, Any]], journal: Any, options: argparse.Namespace, console: Any
+) -> None:
+    """Rows through a real swarm that are not done, one after another: each takes the whole machine."""
+    from benchmarks.averaging.real import run_real
+    from tests.kit.swarm import Host
+
+    host = Host()
+    try:
+        for row, config in chosen:
+            if f"{config.key}/swarm" not in journal.records():
+                console.print(f"{row.name}: a real swarm trains {config.steps} steps", markup=False)
+                found = run_real(row.name, config, options.data_cache, host)
+                note_swarm(row, config, found, journal, console)
+    finally:
+        host.close()
+
+
+def note_swarm(row: Any, config: Any, found: dict[str, Any], journal: Any, console: Any) -> None:
+    """A finished row of a real swarm."""
+    journal.append(
+        {
+            "key": f"{config.key}/swarm",
+            "row": row.name,
+            "mode": "swarm",
+            "config": config.model_dump(mode="json"),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            **found,
+        }
+    )
+    sent, seconds = found["sent"] / 1e6, found["seconds"]
+    console.print(
+        f"{row.name}: held-out loss {found['loss']:.4f}, {sent:.1f} MB sent, {seconds:.0f} s", markup=False
+    )
 
 
 def run(chosen: Sequence[tuple[Any, Any]], journal: Any, options: argparse.Namespace, console: Any) -> None:

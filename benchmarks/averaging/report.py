@@ -17,7 +17,7 @@ def found_rows(records: Mapping[str, dict[str, Any]]) -> list[tuple[Row, list[di
     """Declared rows with their finished records, seed by seed."""
     found = []
     for row in ROWS:
-        its = [record for record in records.values() if record["row"] == row.name]
+        its = [record for record in records.values() if record["row"] == row.name and "mode" not in record]
         if its:
             found.append((row, sorted(its, key=lambda record: record["config"].get("seed", 0))))
     return found
@@ -46,6 +46,30 @@ def table(records: Mapping[str, dict[str, Any]]) -> list[str]:
         lines.append(
             f"| {row.name} | {row.says} | {per_step / 1e6:.2f} | {2 * exact / per_step:.1f}x | "
             f"{4 * exact / per_step:.1f}x | {loss:.4f} | {gap} |"
+        )
+    return lines
+
+
+def swarm_table(records: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Markdown lines: rows through a real swarm beside the simulated ones; none without a swarm's row of `fp32`."""
+    real = {record["row"]: record for record in records.values() if record.get("mode") == "swarm"}
+    simulated = {row.name: its[0] for row, its in found_rows(records)}
+    if "fp32" not in real:
+        return []
+    lines = [
+        "| row | loss of the swarm | gap to its `fp32` | simulated gap | MB per step and member, counted | computed |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, record in real.items():
+        steps = record["config"]["steps"]
+        gap = f"{record['loss'] - real['fp32']['loss']:+.4f}"
+        beside = simulated.get(name)
+        ideal = computed = ""
+        if beside is not None and "fp32" in simulated:
+            ideal = f"{final_loss(beside) - final_loss(simulated['fp32']):+.4f}"
+            computed = f"{beside['sent'][-1][1] / steps / 1e6:.2f}"
+        lines.append(
+            f"| {name} | {record['loss']:.4f} | {gap} | {ideal} | {record['sent'] / steps / 1e6:.2f} | {computed} |"
         )
     return lines
 
@@ -83,6 +107,13 @@ def write_report(records: Mapping[str, dict[str, Any]], folder: Path) -> int:
     if len(found_rows(records)) > 1:
         draw(records, folder / IMAGE)
         lines += ["", f"![held-out loss against bytes]({IMAGE})"]
+    if real := swarm_table(records):
+        lines += [
+            "",
+            "The same through a real swarm (two stages on loopback, held-out rows of its own):",
+            "",
+            *real,
+        ]
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
     page.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{tail}", encoding="utf-8")
     return len(found_rows(records))

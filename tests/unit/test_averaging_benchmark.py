@@ -164,3 +164,28 @@ def test_rows_are_run_once_and_reported(
     assert "| sign | 1 bit" in text and "| 15." in text and "old" not in text and text.endswith("after\n")
     assert (tmp_path / "img" / "averaging-bytes.png").stat().st_size > 1000
     assert main(["--only", "gzip"]) == 2 and "powersgd-4" in capsys.readouterr().out
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_row_through_a_real_swarm_stands_beside_the_simulated_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--only", "fp32", "int8", "--steps", "2", "--max-tokens", "20000"]
+    arguments += ["--model", str(folder / "model"), "--domain", str(folder / "texts")]
+    arguments += ["--journal", str(tmp_path / "journal.jsonl"), "--data-cache", str(tmp_path / "cache")]
+    assert main(["swarm", *arguments]) == 0 and main(arguments) == 0
+    records = Journal(tmp_path / "journal.jsonl").records()
+    assert len(records) == 4
+    real, simulated = (
+        {r["row"]: r for r in records.values() if r.get("mode") == mode} for mode in ("swarm", None)
+    )
+    for name in ("fp32", "int8"):
+        payload = simulated[name]["sent"][-1][1]
+        assert payload <= real[name]["sent"] <= 1.1 * payload
+    page = tmp_path / "averaging.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    assert write_report(records, tmp_path) == 2
+    assert page.read_text().count("| int8 |") == 2 and "through a real swarm" in page.read_text()
+    assert main(["swarm", *arguments]) == 0 and len(Journal(tmp_path / "journal.jsonl").records()) == 4
+    assert main(["swarm", "--only", "sign"]) == 2 and "diloco-10" in capsys.readouterr().out
