@@ -125,9 +125,9 @@ class Averaging:
                 self._on_tensor(peer, frame)
             case Kind.ARRIVE:
                 arrival = parse_arrival(frame.header)
-                most = self.work.most_weight(arrival.step, len(arrival.keys))
-                pending = self._average.group if self._average is not None else None
-                most_owed = self.work.most_owed_by(peer, arrival.step, pending)
+                who = peer if self._is_ours(arrival.step, arrival.lineage) else ""
+                most = self.work.most_weight(arrival.step, len(arrival.keys), who, self._pending)
+                most_owed = self.work.most_owed_by(who, arrival.step, self._pending)
                 if arrival.weight > most or arrival.owed > most_owed:
                     weights = f"{arrival.weight} and {arrival.owed}"
                     raise FrameError("weight", f"{weights} for work of at most {most} and {most_owed} tokens")
@@ -135,7 +135,10 @@ class Averaging:
                 if peer == self.core.leader and arrival.step == self.core.step and arrival.plan:
                     self._travel.on_inquiry(peer)
             case Kind.GROUP:
-                self.run(self.core.on_group(peer, parse_group(frame.header, peer), now))
+                group = parse_group(frame.header, peer)
+                if self._is_ours(group.step, group.lineage):
+                    self.work.check_group(group, self._pending)
+                self.run(self.core.on_group(peer, group, now))
             case Kind.DIGEST:
                 self.run(self.core.on_digest(peer, parse_digest(frame.header), now))
             case Kind.FAILED:
@@ -155,6 +158,15 @@ class Averaging:
                 self.run(self.core.on_follow(peer, version, lineage, now))
             case _:
                 raise FrameError("kind", f"{frame.kind} is no frame of a round")
+
+    def _is_ours(self, step: int, lineage: str) -> bool:
+        """Whether what is said is about the step at hand here, and came of the same commits."""
+        return (step, lineage) == (self.core.step, self.core.lineage)
+
+    @property
+    def _pending(self) -> Group | None:
+        """The group whose average is held here, and whose commit may be under way."""
+        return self._average.group if self._average is not None else None
 
     def on_ready(self, arrival: Arrival) -> None:
         """This peer's ledger of the step is settled."""

@@ -76,6 +76,9 @@ class CalibratedCompute:
         """Nothing changes."""
         return 0.0
 
+    def begin_from_shared(self) -> None:
+        """Nothing changes."""
+
     def apply(self, average: Tensor, step: int, correct: Correct | None = None) -> float:
         """Nothing changes."""
         return 0.0

@@ -93,6 +93,11 @@ class StageCompute(Protocol):
         Returns the norm of the difference. Raises ValueError if it is not finite; then the step on trial is taken back.
         """
 
+    def begin_from_shared(self) -> None:
+        """With an outer loop: this replica's own weights, and what its outer loop keeps of them, become those that all
+        replicas share. Without one nothing changes.
+        """
+
     def apply(self, average: Tensor, step: int, correct: Correct | None = None) -> float:
         """Correct a copy of the average, take the optimizer step and empty the accumulator.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from peers.compute import Correct, StageCompute
+from peers.compute import StageCompute
 from peers.exchange import Exchange
 from peers.round_messages import Commit, Group
 from peers.round_work import Average, ExchangePlan, Owed, RoundWork
@@ -45,10 +45,17 @@ class GradientWork(RoundWork):
         """See RoundWork."""
         return tokens + self._waiting(step)
 
-    def most_weight(self, step: int, microbatches: int) -> int:
+    def most_weight(self, step: int, microbatches: int, peer: str, pending: Group | None) -> int:
         """See RoundWork."""
         own = microbatches * self._sizes.microbatch
-        return own + self._sizes.step if self._overlap.waits(step - 1) else own
+        if not self._overlap.waits(step - 1):
+            return own
+        weighed = self._weighed(peer, step - 1, pending)
+        return own + (self._sizes.step if weighed is None else weighed)
+
+    def most_weight_of_all(self, step: int) -> int:
+        """See RoundWork."""
+        return self._sizes.step * (2 if self._overlap.waits(step - 1) else 1)
 
     @property
     def most_owed(self) -> int:
@@ -113,10 +120,19 @@ class LocalStepsWork(RoundWork):
         """See RoundWork."""
         return tokens + sum(self._recent) if self._counts_all(step) else tokens
 
-    def most_weight(self, step: int, microbatches: int) -> int:
+    def most_weight(self, step: int, microbatches: int, peer: str, pending: Group | None) -> int:
         """See RoundWork."""
-        own = microbatches * self._sizes.microbatch
-        return own + (self._outer.config.every - 1) * self._sizes.step if self._counts_all(step) else own
+        most = microbatches * self._sizes.microbatch
+        if self._counts_all(step):
+            for earlier in range(max(0, step + 1 - self._outer.config.every), step):
+                weighed = self._weighed(peer, earlier, pending)
+                # Where averages were due it counted more than that step's tokens.
+                most += self._sizes.step if weighed is None else min(weighed, self._sizes.step)
+        return most
+
+    def most_weight_of_all(self, step: int) -> int:
+        """See RoundWork."""
+        return self._sizes.step * (self._outer.config.every if self._counts_all(step) else 1)
 
     @property
     def most_owed(self) -> int:
@@ -142,6 +158,14 @@ class LocalStepsWork(RoundWork):
         correct = self._correction(group.corrector) if tokens else None
         return await self._submit(self._compute.difference, tokens, group.step, correct)
 
+    async def average(self, group: Group, exchange: Exchange | None, lineage: str, tokens: int) -> Average:
+        """See RoundWork."""
+        made = await super().average(group, exchange, lineage, tokens)
+        if not tokens or self._is_on_trial(group.step):
+            return made
+        # Now, while the ledger is frozen: the group may be committed after more was replayed here.
+        return replace(made, own=await self._submit(self._compute.contribution, tokens))
+
     async def apply(self, held: Average, commit: Commit) -> float | None:
         """See RoundWork."""
         compute, step = self._compute, commit.step
@@ -154,9 +178,9 @@ class LocalStepsWork(RoundWork):
             return norm
         norm, problem = None, None
         try:
-            if held.tokens:
+            if held.own is not None:
                 correct = self._corrections.of(held.group.corrector)
-                norm = await self._submit(_take_local_step, compute, held.tokens, step, correct)
+                norm = await self._submit(compute.apply, held.own, step, correct)
             else:
                 await self._submit(compute.clear)
         except ValueError as error:  # its own gradient is a member's own affair; the average is everybody's
@@ -196,7 +220,7 @@ class GossipWork(LocalStepsWork):
         able = [member for member, weight in zip(group.members, even, strict=True) if weight]
         if self._me not in able:
             return None
-        pair = pair_of(self._me, able, self._run_seed, self._stage, group.step)
+        pair = pair_of(self._me, able, self._run_seed, self._stage, group.step, group.attempt)
         plan = self._plan(replace(group, members=pair, weights=(1,) * len(pair)), group.step)
         return replace(plan, slice_span=None) if plan is not None else None
 
@@ -237,8 +261,3 @@ class GossipWork(LocalStepsWork):
     def _is_meeting(self, step: int) -> bool:
         """Whether pairs meet after a step."""
         return self._gossip.due(step) and not self._gossip.is_consensus(step)
-
-
-def _take_local_step(compute: StageCompute, tokens: int, step: int, correct: Correct | None) -> float:
-    """An optimizer step on the member's own gradient."""
-    return compute.apply(compute.contribution(tokens), step, correct)

@@ -24,6 +24,7 @@ from peers.compute import Correct, StageCompute, bytes_per_step, take_step
 from peers.corrections import Corrections
 from peers.engine import Engine, JobPriority
 from peers.exchange import Exchange, ExchangeError, alone_digest
+from peers.frames import FrameError
 from peers.round_messages import Arrival, Commit, Group
 from peers.updates import Update, alone_update, exchanged_update, local_update
 from swarm.gradient.compressor import Compression, Phase
@@ -37,8 +38,8 @@ class Average:
     """What this member would apply with the commit of a group.
 
     digest: what it votes for. average: fp32 [numel]; empty where the round settles none. tokens: loss tokens of its own
-    ledger. compression: what moves the compressor's state on; None where nothing was exchanged. own: fp32 [numel], what
-    this member will owe a later average, as its ledger of this attempt has it.
+    ledger. compression: what moves the compressor's state on; None where nothing was exchanged. own: fp32 [numel], this
+    member's gradient by its ledger of this attempt, where it will owe it to a later average or steps along it itself.
     """
 
     group: Group
@@ -108,7 +109,7 @@ class RoundWork(ABC):
         self._run_id, self._stage, self._me, self._sizes = run_id, stage, me, sizes
         self._overlap = compute.overlap
         self._owed: Owed | None = None
-        self._committed: deque[Group] = deque(maxlen=self._overlap.steps + 1)
+        self._committed: deque[Group] = deque(maxlen=max(self._overlap.steps, self._interval) + 1)
         moved = bytes_per_step(compute.compressor, self._interval)
         self.compression = 2 * compute.trainable.numel / moved if moved else 0.0
         """Bytes of the weights as bf16 over those of an average, in the mean over steps; 0 if nothing is averaged."""
@@ -125,8 +126,15 @@ class RoundWork(ABC):
         """A member's weight in the round of a step. tokens: loss tokens of its ledger of the step."""
 
     @abstractmethod
-    def most_weight(self, step: int, microbatches: int) -> int:
-        """What a member with so many microbatches of a step can weigh at most, by the run's own sizes."""
+    def most_weight(self, step: int, microbatches: int, peer: str, pending: Group | None) -> int:
+        """What a member with so many microbatches of a step can weigh at most: by the run's own sizes, and by what it
+        weighed in the groups that were committed before; by the sizes alone if peer is "" (of another history).
+        pending: the group whose commit may be under way here.
+        """
+
+    @abstractmethod
+    def most_weight_of_all(self, step: int) -> int:
+        """What all members of a step's group together can weigh at most."""
 
     @property
     @abstractmethod
@@ -186,16 +194,33 @@ class RoundWork(ABC):
 
     def most_owed_by(self, peer: str, step: int, pending: Group | None) -> int:
         """What a member may say that it owes the average that the round of a step settles: its weight in the group that
-        was committed then, if this member knows that group. pending: the group whose commit may be under way here.
+        was committed then, if this member knows that group. peer, pending: as of `most_weight`.
         """
         start = self.settled(step)
         if start is None or start == step:
             return 0
-        known = (*self._committed, pending) if pending is not None else self._committed
-        for group in known:
-            if group.step == start:
+        weighed = self._weighed(peer, start, pending)
+        return self.most_owed if weighed is None else weighed
+
+    def check_group(self, group: Group, pending: Group | None) -> None:
+        """Raise FrameError for a leader's group in which members weigh, or owe, more than they can. Every member knows
+        its own figures, and what all can weigh: so a leader cannot give its own part the weight of many.
+        """
+        most = self.most_weight_of_all(group.step)
+        if sum(group.weights) > most:
+            raise FrameError("weight", f"{sum(group.weights)} for a step of at most {most} tokens")
+        for member, owed in zip(group.members, group.owed, strict=False):
+            if owed > (most := self.most_owed_by(member, group.step, pending)):
+                raise FrameError(
+                    "weight", f"{member[-6:]} owes {owed} where it can owe at most {most} tokens"
+                )
+
+    def _weighed(self, peer: str, step: int, pending: Group | None) -> int | None:
+        """A member's weight in the group that was committed in a step; None if that group is not known here."""
+        for group in (*self._committed, pending) if peer else ():
+            if group is not None and group.step == step:
                 return group.weights[group.members.index(peer)] if peer in group.members else 0
-        return self.most_owed
+        return None
 
     def note_committed(self, group: Group) -> None:
         """A group's commit has been applied here."""
@@ -204,6 +229,7 @@ class RoundWork(ABC):
     def restart(self) -> None:
         """The weights are others now: what led to the ones before counts no more."""
         self._owed = None
+        self._committed.clear()
 
     # -- the average ---------------------------------------------------------------------------------------
 

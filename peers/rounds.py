@@ -54,6 +54,8 @@ __all__ = [
     "Unfence",
 ]
 
+BLAMED = ("late", "schema")
+"""Reasons of failed exchanges for which members can name others: whose pieces did not come, or cannot be decoded."""
 STEPPED_DOWN_S = 60.0
 """How long a leader that stepped down comes last in the order."""
 
@@ -189,7 +191,7 @@ class RoundCore(RoundMeeting):
         if group is None or not is_ours or self.phase is Phase.APPLYING:
             return []
         if group.leader == self.me:
-            if failure.suspects and failure.reason == "late":
+            if failure.suspects and failure.reason in BLAMED:
                 return self._on_blame(peer, failure.suspects, now)
             return self._fail_group(failure.reason, now)
         if peer == group.leader:
@@ -252,16 +254,16 @@ class RoundCore(RoundMeeting):
         if self.is_out or current is None or current.id != group or self.phase is not Phase.EXCHANGING:
             return []
         if current.leader == self.me:
-            if reason == "late" and suspects:
+            if reason in BLAMED and suspects:
                 return self._on_blame(self.me, suspects, now)
             return self._fail_group(reason, now)
         if reason == "late":
             self.pace.note_late_exchange()
-            if current.leader in suspects and len(current.members) > 2:
-                # A leader with a slow line hears too late that it is too slow: whoever waited for it passes it over.
-                # Of two nobody can tell whose line it is: they try again, and wait longer.
-                self._stepped_down[current.leader] = now
-                self._excluded.add(current.leader)
+        if reason in BLAMED and current.leader in suspects and len(current.members) > 2:
+            # A leader with a slow line hears too late that it is too slow: whoever waited for it passes it over.
+            # Of two nobody can tell whose line it is: they try again, and wait longer.
+            self._stepped_down[current.leader] = now
+            self._excluded.add(current.leader)
         return self._withdraw(current, now, reason, suspects)
 
     # -- who is there --------------------------------------------------------------------------------------

@@ -124,6 +124,16 @@ class TorchCompute:
             self.trainable.write(optimizer.master, self._parameters)
         return norm
 
+    def begin_from_shared(self) -> None:
+        """See StageCompute."""
+        if self.outer is None:
+            return
+        self._before = None
+        self.outer.load(self.outer.globals, self.outer.state())
+        with torch.no_grad():
+            self._optimizer.master.copy_(self.outer.globals)
+        self.trainable.write(self._optimizer.master, self._parameters)
+
     def _outer(self) -> LocalSteps | Gossip:
         if self.outer is None:
             raise ValueError("this run averages every step")

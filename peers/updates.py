@@ -234,7 +234,8 @@ def averages_of(update: Update, phases: Sequence[Phase]) -> list[Tensor]:
 def apply_update(compute: StageCompute, update: Update, correct: Correct | None = None) -> float | None:
     """Take the step as the members took it; returns the gradient's norm. Runs on the compute thread.
 
-    correct: by the prior that the update names; None if it names none.
+    correct: by the prior that the update names; None if it names none. With an outer loop the replica's own weights are
+    those that all share afterwards.
 
     None if nothing was applied: no weight, or an average that is not finite, which every member refused alike.
     Raises UpdateError, with nothing changed, for an update of another size.
@@ -258,6 +259,9 @@ def apply_update(compute: StageCompute, update: Update, correct: Correct | None 
         )
     except ValueError:
         return None
+    finally:
+        # Members merge the average with steps of their own. Here there are none.
+        compute.begin_from_shared()
 
 
 def write_update(path: Path, update: Update) -> int:

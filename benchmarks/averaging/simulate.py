@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,7 @@ class Replicas:
             if (outer := build_outer(self._averaging, self.layout, config.steps, start, config.seed))
         ]
         self._overlap, self._owed = Overlap(loop.overlap, config.steps), list[Owed]()
+        self._recent: deque[list[int]] = deque(maxlen=loop.every - 1 if loop.name != "every_step" else 0)
         self._data = config.data_config()
 
     def step(self, step: int, course: Course) -> None:
@@ -83,11 +85,18 @@ class Replicas:
                 [owed for owed in self._owed if owed.step == self._overlap.settled(step)], step, course
             )
         if self._outers and self._outers[0].due(step):
-            self._owed.append(Owed(step, self._differences(), tokens))
+            self._owed.append(Owed(step, self._differences(), self._weights_of_steps(tokens)))
         elif not self._outers:
             self._owed.append(Owed(step, gradients, tokens))
         if not self._is_late(step):
             self._settle(self._owed, step, course)
+        self._recent.append(tokens)
+
+    def _weights_of_steps(self, tokens: list[int]) -> list[int]:
+        """What replicas count in an average of local steps: by the tokens of the last H; where pairs meet, the same."""
+        if isinstance(self._outers[0], Gossip):
+            return [1] * len(tokens)
+        return [sum(each) for each in zip(tokens, *self._recent, strict=True)]
 
     def evaluate(self) -> float:
         """Held-out loss of the first replica's weights."""

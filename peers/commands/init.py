@@ -260,7 +260,7 @@ class InitOptions(RunOptions):
     """Name these peer ids as anchors of the existing run in RUN_DIR, after those it has (needs its owner.key)."""
 
     link_mbps: float = 200.0
-    """Mbit/s of the crowd's slower lines, for advice on the mask ratio; changes nothing."""
+    """Mbit/s of the crowd's slower lines, for advice on the mask ratio and the averages; changes nothing."""
 
     stage_us_per_token: float | None = None
     """Microseconds a stage of the crowd's machines takes per token, for that advice; without it, this machine's."""

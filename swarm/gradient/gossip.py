@@ -12,12 +12,15 @@ from swarm.gradient.outer_config import GossipConfig, is_consensus, is_outer_ste
 from swarm.plan import seeded_order
 
 
-def pair_of(me: str, members: Sequence[str], run_seed: int, stage: int, step: int) -> tuple[str, ...]:
+def pair_of(
+    me: str, members: Sequence[str], run_seed: int, stage: int, step: int, attempt: int = 0
+) -> tuple[str, ...]:
     """This member and the one it meets after a step, in the order that all see; only itself if it is the odd one out.
 
-    members: who takes part, the same at all of them.
+    members: who takes part, the same at all of them. attempt: of the round; each draws other pairs, so that a member
+    that keeps its partner waiting has to keep others waiting too.
     """
-    order = seeded_order(tuple(sorted(members)), run_seed, stage, step)
+    order = seeded_order(tuple(sorted(members)), run_seed + attempt, stage, step)
     first = order.index(me) // 2 * 2
     return tuple(order[first : first + 2])
 

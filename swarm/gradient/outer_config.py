@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -110,7 +110,15 @@ class GossipConfig(_Config):
     momentum: float = Field(default=0.5, ge=0, lt=1, description="gamma, of a replica's own y")
     coupling: float = Field(default=1.0, gt=0, le=1, description="c, how far a pair comes together")
     consensus: int = Field(default=10, ge=1, description="outer steps from one average of all to the next")
-    overlap: Literal[0] = 0
+    overlap: int = Field(default=0, description="only 0: pairs exchange within the round")
+
+    @model_validator(mode="after")
+    def _meets_within_the_round(self) -> Self:
+        if self.overlap:
+            raise ValueError(
+                f"overlap {self.overlap}: pairs meet within the round, and their averages cannot travel later"
+            )
+        return self
 
 
 OuterConfig = Annotated[EveryStepConfig | LocalStepsConfig | GossipConfig, Field(discriminator="name")]

@@ -49,10 +49,10 @@ class Replicas:
         """Steps whose averages arrived while others ran."""
 
     async def step(
-        self, step: int, tokens: tuple[int, ...], attempts: int = 1, *, is_lost: bool = False
+        self, step: int, tokens: tuple[int, ...], attempts: int = 1, *, first: int = 0, is_lost: bool = False
     ) -> tuple[int, ...]:
-        """One step that commits at its last attempt; returns the weights of its round. tokens: of each member. is_lost:
-        what begins to travel with it never arrives at the last member.
+        """One step that commits at its last attempt; returns the weights of its round. tokens: of each member. first:
+        number of the first attempt. is_lost: what begins to travel with it never arrives at the last member.
         """
         for name, count in zip(self.names, tokens, strict=True):
             self.accumulate(name, step, count)
@@ -63,10 +63,11 @@ class Replicas:
         weights = tuple(arrival.weight for arrival in arrivals)
         for name, arrival in zip(self.names, arrivals, strict=True):
             for work in self.works.values():
-                assert arrival.weight <= work.most_weight(step, 1)
+                assert arrival.weight <= work.most_weight(step, 1, name, None)
                 assert arrival.owed <= work.most_owed_by(name, step, None)
         owed, digests = tuple(arrival.owed for arrival in arrivals), {arrival.settled for arrival in arrivals}
-        for attempt in range(attempts):
+        assert sum(weights) <= work.most_weight_of_all(step)
+        for attempt in range(first, attempts):
             group = Group(
                 f"g{step}-{attempt}",
                 step,
@@ -79,6 +80,8 @@ class Replicas:
                 owed=owed if any(owed) else (),
                 settled=digests.copy().pop() if len(digests) == 1 else "",
             )
+            for work in self.works.values():
+                work.check_group(group, None)
             made = await self.attempt(group, tokens)
         assert len({average.digest for average in made}) == 1
         commit = Commit(

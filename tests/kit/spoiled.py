@@ -11,9 +11,9 @@ from peers.frames import Kind
 from peers.link import Link
 from peers.round_messages import Arrival, Group
 
-Lie = Literal["nan", "x1000", "shape", "weight"]
+Lie = Literal["nan", "x1000", "shape", "weight", "greedy"]
 """What is wrong with its contributions. nan, x1000: every value. shape: a value is missing at the end. weight: it has
-less than no tokens.
+less than no tokens. greedy: where it leads, it has eight times its tokens.
 """
 LIES: tuple[str, ...] = get_args(Lie)
 
@@ -32,6 +32,9 @@ def lie(what: Lie) -> None:
     if what == "weight":
         _negate_weights()
         return
+    if what == "greedy":
+        _scale_own_weight(8)
+        return
     alter, send = _ALTER[what], Link.send
 
     async def altered(link: Link, kind: Kind, header: Mapping[str, Any], payload: list[memoryview]) -> None:
@@ -43,16 +46,24 @@ def lie(what: Lie) -> None:
 
 
 def _negate_weights() -> None:
-    arrival, group = Arrival.header, Group.header
+    arrival = Arrival.header
 
     def of_arrival(self: Arrival) -> dict[str, Any]:
         return {**arrival(self), "weight": -self.weight}
 
+    Arrival.header = of_arrival  # type: ignore[method-assign]
+    _scale_own_weight(-1)
+
+
+def _scale_own_weight(factor: int) -> None:
+    """In the groups that it leads."""
+    group = Group.header
+
     def of_group(self: Group) -> dict[str, Any]:
         weights = [
-            -weight if member == self.leader else weight
+            factor * weight if member == self.leader else weight
             for member, weight in zip(self.members, self.weights, strict=True)
         ]
         return {**group(self), "weights": weights}
 
-    Arrival.header, Group.header = of_arrival, of_group  # type: ignore[method-assign]
+    Group.header = of_group  # type: ignore[method-assign]

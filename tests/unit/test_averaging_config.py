@@ -58,7 +58,7 @@ def test_ratio_and_rank_go_to_the_compressor() -> None:
         ({"outer": "diloco", "outer_options": ("inner=2",)}, "inner 2"),
         ({"centered_clip": -1.0}, "centered_clip -1.0"),
         ({"outer_overlap": 2}, "--outer-overlap 2: gradients of every step may travel during one more"),
-        ({"outer": "gasloc", "outer_overlap": 1}, "--outer gasloc: overlap 1"),
+        ({"outer": "gasloc", "outer_overlap": 1}, "overlap 1: pairs meet within the round"),
         ({"outer": "gasloc", "averaging": "powersgd"}, "pairs have each their own"),
         ({"outer": "sparta", "averaging": "powersgd"}, "slices are none"),
         (

@@ -109,6 +109,8 @@ def test_what_is_served_is_what_all_share(engine: Engine, tmp_path: Path, compre
         update = read_update(tmp_path / "update")
         assert (update.way == "exchanged") == ((step + 1) % 6 == 0 or step == STEPS - 1)
         apply_update(joiner, update)
+        assert torch.equal(weights_of(joiner), joiner.outer.globals)  # type: ignore[union-attr]
+        assert torch.equal(joiner.difference(0, step), torch.zeros(joiner.trainable.numel))
         states = [compute.state() for compute in (joiner, *replicas.computes.values())]
         shared = [name for name in states[0] if not name.startswith("optimizer.")]
         assert all(torch.equal(state[name], states[0][name]) for state in states for name in shared)
@@ -120,7 +122,7 @@ def test_meetings_that_fail_leave_no_trace(engine: Engine, tmp_path: Path) -> No
     manifest = make_run(tmp_path, "topk")
     calm, troubled = (Replicas(manifest, tmp_path, engine, 3) for _ in range(2))
     for step in range(STEPS):
-        asyncio.run(calm.step(step, (3, 1, 8)))
+        asyncio.run(calm.step(step, (3, 1, 8), attempts=3, first=2))
         asyncio.run(troubled.step(step, (3, 1, 8), attempts=3))
     for name in calm.names:
         assert torch.equal(weights_of(calm.computes[name]), weights_of(troubled.computes[name]))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from peers.engine import Engine
 from peers.exchange import ExchangeError
+from peers.frames import FrameError
 from peers.round_messages import Commit, Group
 from peers.updates import UpdateError, apply_update, read_update, write_update
 from swarm.gradient.averaging import AveragingConfig
@@ -167,6 +168,8 @@ def test_a_joiner_needs_a_snapshot_and_the_updates_only(
         for follower in (joiner, late) if step >= 4 else (joiner,):
             apply_update(follower, update)
             assert follower.sketch() == replicas.computes[replicas.names[0]].sketch()
+            if update.way == "exchanged" and follower.outer is not None:
+                assert torch.equal(weights_of(follower), follower.outer.globals)
     expected = replicas.computes[replicas.names[0]].state()
     for follower in (joiner, late):
         state = follower.state()
@@ -237,6 +240,59 @@ def test_what_is_replayed_after_an_attempt_is_no_part_of_what_it_owes(engine: En
     asyncio.run(work.apply(made[0], Commit("g", 0, 0, made[0].digest, "member-0", replicas.names, weight=8)))
     assert work._owed is not None and work._owed.weight == 3
     torch.testing.assert_close(work._owed.vector, replicas.gradient("member-0", 0))
+
+
+def test_what_is_replayed_after_an_attempt_is_no_part_of_a_local_step(engine: Engine, tmp_path: Path) -> None:
+    calm, grown = (
+        Replicas(make_run(tmp_path, {"name": "diloco", "every": 4}), tmp_path, engine) for _ in range(2)
+    )
+    group = Group("g", 0, 0, "member-0", calm.names, (3, 5), ("", ""), "")
+    for replicas in (calm, grown):
+        for name, tokens in zip(replicas.names, group.weights, strict=True):
+            replicas.accumulate(name, 0, tokens)
+        made = asyncio.run(replicas.attempt(group, group.weights))
+        if replicas is grown:
+            replicas.accumulate("member-0", 0, 8)
+        commit = Commit("g", 0, 0, made[0].digest, "member-0", replicas.names, weight=8)
+        asyncio.run(replicas.works["member-0"].apply(made[0], commit))
+    assert torch.equal(*(weights_of(replicas.computes["member-0"]) for replicas in (calm, grown)))
+
+
+@pytest.mark.parametrize("outer", [EVERY_STEP, {"name": "diloco", "every": 2}])
+def test_a_group_whose_members_weigh_more_than_a_step_can_is_refused(
+    engine: Engine, tmp_path: Path, outer: dict[str, Any]
+) -> None:
+    """A leader could name any weight for its own part: each member knows only its own, and that of all."""
+    replicas = Replicas(make_run(tmp_path, outer), tmp_path, engine)
+    for step, tokens in enumerate(COUNTS[:3]):
+        asyncio.run(replicas.step(step, tokens))
+    work, names = replicas.works["member-1"], replicas.names
+    most = work.most_weight_of_all(3)
+
+    def group(*weights: int, owed: tuple[int, ...] = ()) -> Group:
+        return Group("g", 3, 0, names[0], names, weights, ("", ""), "", owed=owed)
+
+    work.check_group(group(most - 5, 5), None)
+    with pytest.raises(FrameError, match="for a step of at most"):
+        work.check_group(group(most - 4, 5), None)
+    can_owe = [work.most_owed_by(name, 3, None) for name in names]
+    work.check_group(group(1, 1, owed=tuple(can_owe)), None)
+    with pytest.raises(FrameError, match="owes"):
+        work.check_group(group(1, 1, owed=(can_owe[0] + 1, can_owe[1])), None)
+
+
+def test_local_steps_weigh_what_their_groups_had(engine: Engine, tmp_path: Path) -> None:
+    replicas = Replicas(make_run(tmp_path, {"name": "diloco", "every": 4}), tmp_path, engine)
+    for step, tokens in enumerate(COUNTS[:3]):
+        asyncio.run(replicas.step(step, tokens))
+    work, sizes = replicas.works["member-1"], replicas.works["member-1"]._sizes
+    earlier = [sum(column) for column in zip(*COUNTS[:3], strict=True)]
+    for name, weighed in zip(replicas.names, earlier, strict=True):
+        assert work.most_weight(3, 1, name, None) == sizes.microbatch + weighed
+    # Of somebody with another history, or groups that this member does not know, nothing is known.
+    assert work.most_weight(3, 1, "", None) == sizes.microbatch + 3 * sizes.step
+    work.restart()
+    assert work.most_weight(3, 1, replicas.names[0], None) == sizes.microbatch + 3 * sizes.step
 
 
 def test_an_average_that_is_not_here_fails_the_attempt(engine: Engine, tmp_path: Path) -> None:

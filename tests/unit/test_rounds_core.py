@@ -163,11 +163,13 @@ def exchanging(size: int = 4) -> tuple[RoundCore, Group]:
     return core, entered(actions)
 
 
-def test_the_member_blamed_by_most_of_the_others_is_fenced() -> None:
+@pytest.mark.parametrize("reason", ["late", "schema"])
+def test_the_member_blamed_by_most_of_the_others_is_fenced(reason: str) -> None:
+    """Because its pieces do not come, or because nobody can decode them."""
     core, group = exchanging()
     slow = NAMES[3]
-    assert core.on_exchange_failed(group.id, "late", (slow,), 60.0) == []
-    assert core.on_failed(NAMES[1], Failure(group.id, "late", (slow,)), 60.5) == []
+    assert core.on_exchange_failed(group.id, reason, (slow,), 60.0) == []
+    assert core.on_failed(NAMES[1], Failure(group.id, reason, (slow,)), 60.5) == []
     assert rounds.Fence(slow, "late") in core.tick(62.0)
 
 
