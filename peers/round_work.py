@@ -204,8 +204,11 @@ class RoundWork(ABC):
 
     def check_group(self, group: Group, pending: Group | None) -> None:
         """Raise FrameError for a leader's group in which members weigh, or owe, more than they can. Every member knows
-        its own figures, and what all can weigh: so a leader cannot give its own part the weight of many.
+        its own figures, and what all can weigh: so a leader cannot give its own part the weight of many. A group that
+        only finishes what an earlier one has averaged is not looked at: its ledgers may have grown since, and overlap.
         """
+        if group.held is not None:
+            return
         most = self.most_weight_of_all(group.step)
         if sum(group.weights) > most:
             raise FrameError("weight", f"{sum(group.weights)} for a step of at most {most} tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from peers.engine import Engine
 from peers.exchange import ExchangeError
 from peers.frames import FrameError
-from peers.round_messages import Commit, Group
+from peers.round_messages import Commit, Group, Held
 from peers.updates import UpdateError, apply_update, read_update, write_update
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import compressor_config
@@ -275,6 +276,8 @@ def test_a_group_whose_members_weigh_more_than_a_step_can_is_refused(
     work.check_group(group(most - 5, 5), None)
     with pytest.raises(FrameError, match="for a step of at most"):
         work.check_group(group(most - 4, 5), None)
+    held = Held("h", "d", 0, "h", names, names[1], names, weight=8, lost=())
+    work.check_group(replace(group(most, most), held=held), None)
     can_owe = [work.most_owed_by(name, 3, None) for name in names]
     work.check_group(group(1, 1, owed=tuple(can_owe)), None)
     with pytest.raises(FrameError, match="owes"):
