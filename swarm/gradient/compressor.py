@@ -56,9 +56,8 @@ class Averaged:
 
     def residual(self, vector: Tensor) -> Tensor:
         """vector - counted + owed: error feedback over both codings of the butterfly."""
-        return torch.sub(vector, self.counted).add_(
-            self.owed
-        )  # fresh memory once: its pages cost more than the sums
+        # Fresh memory once: its pages cost more than the sums.
+        return torch.sub(vector, self.counted).add_(self.owed)
 
 
 class Compression(Protocol):
