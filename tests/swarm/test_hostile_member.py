@@ -138,7 +138,9 @@ def test_parts_of_another_shape_do_not_count_and_end_the_link(bench: Bench) -> N
     without = [step for step, roster in outcome.rosters.items() if liar not in roster]
     assert without and without[0] < LIMITS.offences and len(without) > STEPS // 2
     assert outcome.refused()["size"] >= REPLICAS - 1
-    assert min(figures["frames_refused"] for figures in outcome.figures) >= LIMITS.offences
+    # Whoever ends its link first decides for all: no group has the liar in it then, and others may have seen fewer.
+    refusals = [figures["frames_refused"] for figures in outcome.figures]
+    assert max(refusals) >= LIMITS.offences and min(refusals) > 0
 
 
 def test_less_than_no_tokens_never_count(bench: Bench) -> None:
