@@ -149,6 +149,11 @@ ROWS = (
     _row("dgc-0.5%", "DGC, 0.5%, momentum 0.9, SGD", "dgc", "sgd", ratio=0.005),
     _row("local-sgd-10", "weights averaged every 10 steps", outer={"name": "local_sgd", "every": 10}),
     _row("diloco-10", "DiLoCo, every 10 steps", outer={"name": "diloco", "every": 10}),
+    _row(
+        "diloco-10-momentum-0.5",
+        "DiLoCo, every 10 steps, outer momentum 0.5",
+        outer={"name": "diloco", "every": 10, "momentum": 0.5},
+    ),
     _row("diloco-20", "DiLoCo, every 20 steps", outer={"name": "diloco", "every": 20}),
     _row("diloco-10-int8", "DiLoCo, every 10 steps, 8 bits", "int8", outer={"name": "diloco", "every": 10}),
     _row("diloco-10-e3m0", "DiLoCo, every 10 steps, 4 bits", "e3m0", outer={"name": "diloco", "every": 10}),
