@@ -63,6 +63,8 @@ class AnchorMemory:
         self._version = 0
         self._task: asyncio.Task[None] | None = None
         self._next: int | None = None
+        self._whole = asyncio.Lock()  # held while a pass's gradients are taken, matrix by matrix
+        self._offered: dict[int, int] = {}  # newest step offered, by stage
         self._has_failed = False
         self._failing: set[int] = set()
 
@@ -114,7 +116,8 @@ class AnchorMemory:
                 moved = {name: gradient.cpu() for name, gradient in found.items()}
                 self._memories[stage].ingest(moved, source_step=version, step=version)
 
-        await asyncio.to_thread(take)
+        async with self._whole:
+            await asyncio.to_thread(take)
         self.skipped += self._next is not None
         self._next = version
         if self._task is None or self._task.done():
@@ -135,18 +138,20 @@ class AnchorMemory:
             version, self._next = self._next, None
             self.prior_bytes, seconds = 0, 0.0
             for stage, memory in self._memories.items():
-                matrices = memory.matrices
-                if not matrices:  # another anchor passes through this stage
+                async with self._whole:  # a later pass may have been taken meanwhile, or is being taken
+                    matrices, step = memory.matrices, memory.source_step
+                if step is None or step == self._offered.get(stage):  # no pass here, or no other since
                     continue
-                await self._write(stage, matrices, version)
+                await self._write(stage, matrices, step)
                 began = time.monotonic()
                 try:
                     factors = await asyncio.to_thread(self._factorise, stage, matrices)
                     seconds += time.monotonic() - began
                     self._factors[stage] = factors
-                    prior = SpectralPrior(stage, 0, version, factors)  # the plan that puts it in force counts
+                    prior = SpectralPrior(stage, 0, step, factors)  # the plan that puts it in force counts
                     data = await asyncio.to_thread(encode_spectral_prior, prior)
-                    await self._offer(version, PriorPart("corrector", stage), data)
+                    await self._offer(step, PriorPart("corrector", stage), data)
+                    self._offered[stage] = step
                 except (ValueError, OSError, RuntimeError, MemoryError) as error:
                     # RuntimeError: what torch raises for a decomposition that does not converge.
                     self._say_failed(stage, error)

@@ -42,13 +42,17 @@ class Assignments:
                 if source == self._me:
                     self._run_slot(plan, slot, is_replay)
 
+    def is_own(self, plan: Plan, slot: int) -> bool:
+        """Whether a slot is this peer's to run, as far as it knows."""
+        return plan.digest() != self._plan or self._sources[slot] == self._me
+
     def take_early(self, plan: Plan) -> None:
         """Take an ASSIGN that came before the plan it is about."""
         if (early := self._early.pop(plan.digest(), None)) is not None:
             self._take(plan, *early)
 
     def reassign(self, plan: Plan, living: Sequence[str], fenced: Collection[str] = ()) -> None:
-        """As lead source, give the slots of lost and fenced sources to the others, and tell them."""
+        """As lead source, give the slots of sources that are not able (lost, fenced) to the others, and tell them."""
         able = [source for source in living if source not in fenced]
         if any(source not in able for source in self._sources):
             self._give(plan, able)

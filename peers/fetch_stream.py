@@ -6,7 +6,7 @@ The requests and answers are described in `peers.fileserver`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -65,16 +65,15 @@ class FetchStream:
         idle_s: float,
         traffic: Traffic | None,
         *,
-        is_urgent: bool = False,
+        is_urgent: Callable[[], bool] = bool,
     ) -> None:
         self._reader = cast("asyncio.StreamReader", _IdleReader(reader, idle_s))
         self._writer, self._idle_s = writer, idle_s
         traffic = traffic or Traffic()
         self._download = traffic.download
         self._requests = traffic.lane("up", NO_STAGE, is_bulk=False)
-        answers = traffic.lane("down", NO_STAGE, is_bulk=True)
-        answers.priority = Priority.CONTROL if is_urgent else None
-        self._answers = PatientValve(answers)
+        self._lane, self._is_urgent = traffic.lane("down", NO_STAGE, is_bulk=True), is_urgent
+        self._answers = PatientValve(self._lane)
 
     async def ask(self, want: str, run_id: str, **more: Any) -> None:
         """Send a request. Under a download cap the holder is asked to be no faster than this stream's part of it:
@@ -87,6 +86,7 @@ class FetchStream:
 
     async def chunk(self, index: int) -> Frame:
         """The next CHUNK. Raises HolderError if the holder refuses, FrameError for anything unexpected."""
+        self._lane.priority = Priority.CONTROL if self._is_urgent() else None
         async with self._answers.deadline(CHUNK_DEADLINE_FACTOR * self._idle_s):
             frame, _ = await read_frame(self._reader, LIMITS.transfer_chunk_bytes, valve=self._answers)
         if frame.kind is Kind.REFUSED:
@@ -117,11 +117,11 @@ class FetchStream:
 
 @asynccontextmanager
 async def open_fetch_stream(
-    p2p: P2P, peer: str, idle_s: float, traffic: Traffic | None, *, is_urgent: bool = False
+    p2p: P2P, peer: str, idle_s: float, traffic: Traffic | None, *, is_urgent: Callable[[], bool] = bool
 ) -> AsyncIterator[FetchStream]:
     """Open a stream to a holder; whatever goes wrong on it is a HolderError with the cause.
 
-    is_urgent: what comes passes this peer's download cap before all other bulk.
+    is_urgent: whether what comes passes this peer's download cap before all other bulk, asked for each chunk.
     """
     try:
         peer_id = PeerID.from_base58(peer)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from peers.transfer import TransferError, fetch_copy
 from swarm.activation.config import BasisConfig
 from swarm.activation.fit import fit_basis_prior
 from swarm.activation.registry import needs_tokens
-from swarm.activation.rows import JoinedRows, KeptRows, RowTap, check_rows, join_rows, pack_rows
+from swarm.activation.rows import JoinedRows, KeptRows, RowTap, check_rows, join_rows, pack_rows, pick_rows
 from swarm.activation.versions import VersionedCodec
 from swarm.anchor.boundary_prior import BoundaryPrior, encode_boundary_prior
 from swarm.anchor.prior_file import PriorFileError, read_bounded
@@ -44,6 +45,9 @@ HELD_PER_SHARE = 4
 """A peer may hold so many times its equal share of these rows: shares of a step are not equal."""
 KEPT_FILES = 2
 FETCH_S, AGAIN_S = 60.0, 1.5
+PATIENCE_S = 20.0
+"""For so long a sender is asked again for rows that it does not have: it may not have committed the step yet."""
+MOST_SENDERS = 64
 HEAD_BYTES = 4096
 
 
@@ -53,7 +57,11 @@ def rows_name(boundary: int, step: int) -> str:
 
 
 class LeaderPriors:
-    """One peer's part in it. codecs: of its boundaries, which are tapped from here on, by boundary."""
+    """One peer's part in it. codecs: of its boundaries, which are tapped from here on, by boundary.
+
+    is_linked: whether there is a link with a peer; rows of others are not asked for. count: told how many bytes of
+    rows were fetched.
+    """
 
     def __init__(
         self,
@@ -71,7 +79,10 @@ class LeaderPriors:
         traffic: Traffic,
         tasks: asyncio.TaskGroup,
         note: Callable[[str], None],
+        is_linked: Callable[[str], bool],
+        count: Callable[[int], None],
     ) -> None:
+        self._is_linked, self._count = is_linked, count
         self._manifest, self._codec, self._stage = manifest, codec, stage
         self._board, self._p2p, self._files, self._server = board, p2p, files, server
         self._offers, self._directory = offers, directory
@@ -92,6 +103,7 @@ class LeaderPriors:
             )
             self._taps[boundary] = tapped.tap = tap
         self._served: list[tuple[str, Path]] = []
+        self._reading = asyncio.Lock()
         self._version: int | None = None
         self._has_failed = False
         self._task: asyncio.Task[None] | None = None
@@ -154,42 +166,62 @@ class LeaderPriors:
 
     async def _make(self, boundary: int, step: int, kept: list[KeptRows]) -> None:
         """Fetch, fit and offer. What goes wrong is said once."""
+        senders = [peer for peer in self._voting(boundary) if self._is_linked(peer)][:MOST_SENDERS]
+        wanted = frozenset(name for one in kept for name in one.names())
         try:
             async with asyncio.timeout(FETCH_S):
                 received = await asyncio.gather(
-                    *(self._fetch(boundary, step, peer) for peer in self._voting(boundary))
+                    *(self._fetch(boundary, step, peer, wanted) for peer in senders)
                 )
             data = await asyncio.to_thread(self._fit, boundary, step, [r for r in received if r], kept)
             await self._offers.offer(step, PriorPart("boundary", boundary), data)
         except TimeoutError:
             self._say_failed(f"no prior of boundary {boundary} at step {step}: its rows did not come in time")
-        except (ValueError, OSError) as error:
-            self._say_failed(f"no prior of boundary {boundary} at step {step}: {error}")
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            # RuntimeError: what torch raises for a decomposition that does not converge.
+            why = str(error) or type(error).__name__
+            self._say_failed(f"no prior of boundary {boundary} at step {step}: {why}")
 
-    async def _fetch(self, boundary: int, step: int, peer: str) -> dict[str, Tensor] | None:
-        """A sender's rows; None if it has none, or none that can be used."""
+    async def _fetch(
+        self, boundary: int, step: int, peer: str, wanted: Collection[tuple[int, int, int]]
+    ) -> dict[str, Tensor] | None:
+        """A sender's rows with these names; None if it has none, or none that can be used."""
         path = self._directory / f"rows-{boundary}-{step}-{peer[-8:]}.safetensors"
         limit = self._limit * (2 * self._manifest.model.hidden_size + 24) + HEAD_BYTES
 
         def read() -> dict[str, Tensor]:
             tensors: dict[str, Tensor] = load(read_bounded(path, limit))
             check_rows(tensors, self._manifest.model.hidden_size, self._limit)
-            return tensors
+            return pick_rows(
+                tensors, wanted
+            )  # what is held of all senders' is no more than what was kept here
 
         name, run_id = rows_name(boundary, step), self._manifest.run_id
         try:
-            for is_last in (False, False, False, True):
+            until = time.monotonic() + PATIENCE_S
+            while True:
                 try:
                     await fetch_copy(
                         self._p2p, [peer], run_id, name, path, traffic=self._traffic, limit_bytes=limit
                     )
                     break
                 except TransferError:
-                    if is_last:
+                    if time.monotonic() > until:
                         raise
-                await asyncio.sleep(AGAIN_S)  # it has not committed the step yet
-            return await asyncio.to_thread(read)
-        except (TransferError, PriorFileError, SafetensorError, ValueError, OSError) as error:
+                await asyncio.sleep(AGAIN_S)
+            self._count(path.stat().st_size)
+            async with self._reading:  # one file at a time in memory
+                return await asyncio.to_thread(read)
+        except (
+            TransferError,
+            PriorFileError,
+            SafetensorError,
+            ValueError,
+            TypeError,
+            KeyError,
+            RuntimeError,
+            OSError,
+        ) as error:  # what safetensors says of files depends on what is wrong with them
             logger.info("no rows of boundary %d from %s: %s", boundary, peer[-8:], error)
             return None
         finally:

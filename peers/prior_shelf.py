@@ -38,6 +38,17 @@ class Offer:
         return self.sha256[:PRIOR_NAME_CHARACTERS]
 
 
+def able(peers: Sequence[str], sha256: str, held: Mapping[str, Collection[str]]) -> list[str]:
+    """Of these peers those that can code with a prior (hash; "" for the initial one, which all have), in their order.
+
+    held: names of the priors that each peer says it holds; one that is not there is believed to. If none can, all are
+    returned: waiting for one of them is all that is left.
+    """
+    name = sha256[:PRIOR_NAME_CHARACTERS]
+    found = [peer for peer in peers if not name or peer not in held or name in held[peer]]
+    return found or list(peers)
+
+
 class PriorShelf:
     """The offers one peer has seen.
 
@@ -59,6 +70,7 @@ class PriorShelf:
         self._ranks = {peer: rank for rank, peer in enumerate(anchors)}
         self._parts, self._limit_bytes = tuple(parts), limit_bytes
         self._offers: dict[PriorPart, dict[int, Offer]] = {part: {} for part in parts}
+        self._replaced: dict[PriorPart, dict[str, Offer]] = {part: {} for part in parts}
         self._since: dict[Offer, float] = {}
         self._judged: set[Offer] = set()
 
@@ -80,12 +92,17 @@ class PriorShelf:
             for offers in self._offers.values():
                 for step in [step for step, offer in offers.items() if offer.publisher not in self._ranks]:
                     self._since.pop(offers.pop(step), None)
+            for replaced in self._replaced.values():
+                for old in [old for old, offer in replaced.items() if offer.publisher not in self._ranks]:
+                    del replaced[old]
 
     def forget_beyond(self, step: int) -> None:
         """Forget offers that speak of later weights than there can be: they would stand before all others."""
         for offers in self._offers.values():
             for later in [later for later in offers if later > step]:
-                self._since.pop(offers.pop(later), None)
+                offer = offers.pop(later)
+                self._since.pop(offer, None)
+                self._judged.discard(offer)  # it may be one to come
 
     def take(self, offer: Offer, now: float) -> str | None:
         """Look at an offer. Returns "new" for one that counts from now on, the reason if it is refused, and None
@@ -103,6 +120,13 @@ class PriorShelf:
             self.counters[verdict] += 1
             return verdict
         offers = self._offers[offer.part]
+        if (before := offers.get(offer.step)) is not None:
+            # It may be in force: that it is as new as this one must not be forgotten.
+            replaced = self._replaced[offer.part]
+            replaced[before.sha256] = before
+            while len(replaced) > KEPT_OFFERS:
+                replaced.pop(next(iter(replaced)))
+            self._since.pop(before, None)
         offers[offer.step] = offer
         self._since[offer] = now
         while len(offers) > KEPT_OFFERS:
@@ -115,8 +139,9 @@ class PriorShelf:
         return offers[max(offers)] if offers else None
 
     def find(self, part: PriorPart, sha256: str) -> Offer | None:
-        """An offer by its hash."""
-        return next((offer for offer in self._offers[part].values() if offer.sha256 == sha256), None)
+        """An offer by its hash, also one that another of the same step has replaced."""
+        found = next((offer for offer in self._offers[part].values() if offer.sha256 == sha256), None)
+        return found or self._replaced[part].get(sha256)
 
     def choose(
         self,
@@ -145,7 +170,7 @@ class PriorShelf:
         offers = self._offers[part]
         for step in sorted(offers, reverse=True):
             offer = offers[step]
-            if before is not None and step <= before.step:
+            if before is not None and (step < before.step or offer == before):
                 break
             is_late = now - self._since[offer] > PATIENCE_S
             for stage in part.stages:

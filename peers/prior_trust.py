@@ -1,8 +1,10 @@
 """Whose priors count in a run: its anchors', or, where the manifest says so, those of peers that train.
 
 With `anchors.source: leaders` the prior of a boundary is fitted by a peer of the stage behind it, and any peer that
-votes there may offer one. Who that was cannot be told later, so a prior that a plan names is then used whoever has
-sealed it: such a run trusts whoever leads a round of stage 0 not to make its codec useless.
+trains there may offer one, of a step at which one is due. Those who code at that boundary go only by peers that they
+have a link with; the others, who know them from records alone, by what those say that they hold. Who made a prior
+cannot be told later, so one that a plan names is then used whoever has sealed it: such a run trusts whoever leads a
+round of stage 0 not to make its codec useless.
 """
 
 from __future__ import annotations
@@ -20,9 +22,22 @@ Peers = Callable[[], tuple[str, ...]]
 
 
 class PriorTrust:
-    """See the module. anchors: whose priors count now, the first most; former: whose counted once."""
+    """See the module. anchors: whose priors count now, the first most; former: whose counted once.
 
-    def __init__(self, manifest: RunManifest, board: Noticeboard, anchors: Peers, former: Peers) -> None:
+    stage: of this peer. is_linked: whether a peer is this one, or there is a link with it.
+    """
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        board: Noticeboard,
+        anchors: Peers,
+        former: Peers,
+        *,
+        stage: int,
+        is_linked: Callable[[str], bool],
+    ) -> None:
+        self._stage, self._is_linked, self._every = stage, is_linked, manifest.anchors.every
         self.is_leaders = manifest.anchors.source == "leaders"
         self._run_id, self._board = manifest.run_id, board
         self._anchors, self._former = anchors, former
@@ -35,10 +50,13 @@ class PriorTrust:
 
     @property
     def makers(self) -> tuple[str, ...]:
-        """Those whose offers may count; what was said of an offer holds until this changes."""
+        """Those whose offers may count; what was said of an offer holds until this changes. Of leaders those with a
+        link are there twice.
+        """
         if not self.is_leaders:
             return self._anchors()
-        return tuple(sorted(peer for peer, record in self._board.view().items() if record.training))
+        training = sorted(peer for peer, record in self._board.view().items() if record.training)
+        return (*training, *filter(self._is_linked, training))
 
     def rank(self, offer: Offer) -> int | None:
         """Of several offers of one step the lowest counts; None for one that does not count at all."""
@@ -48,6 +66,10 @@ class PriorTrust:
         record = self._board.view().get(offer.publisher)
         is_boundary = offer.part.kind == "boundary"
         if not is_boundary or record is None or not record.training or record.stage != offer.part.stages[-1]:
+            return None
+        if not offer.step or offer.step % self._every:
+            return None
+        if self._stage in offer.part.stages and not self._is_linked(offer.publisher):
             return None
         return leader_rank(self._run_id, offer.part.ordinal, offer.step, offer.publisher)
 

@@ -31,7 +31,7 @@ from peers.frames import Kind
 from peers.planning import PriorRef, prior_refs
 from peers.prior_age import PriorAge
 from peers.prior_parts import PriorPart, parts_of
-from peers.prior_shelf import Offer, PriorShelf
+from peers.prior_shelf import Offer, PriorShelf, able
 from peers.prior_trust import PriorTrust
 from peers.prior_uses import BoundaryUse, CodecOf, PriorUse
 from peers.sealed_prior import UntrustedPriorError
@@ -137,9 +137,11 @@ class Priors:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the priors held, for this peer's record."""
-        return tuple(
-            sha256[:PRIOR_NAME_CHARACTERS] for held in self._held.values() for sha256 in held[-HELD:]
-        )[:16]
+        names: dict[str, None] = {}
+        for part, held in self._held.items():
+            in_force = self._ref(part).sha256
+            names |= dict.fromkeys(sha256 for sha256 in held if sha256 == in_force or sha256 in held[-HELD:])
+        return tuple(sha256[:PRIOR_NAME_CHARACTERS] for sha256 in names)[:16]
 
     @property
     def in_force(self) -> tuple[PriorRef, ...]:
@@ -151,6 +153,10 @@ class Priors:
         """See the class."""
         since = self._lacking_since
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were fetched for a prior that is made here."""
+        self.bytes_fetched += nbytes
 
     @property
     def _traffic_share(self) -> float:
@@ -205,6 +211,7 @@ class Priors:
         now = time.monotonic()
         self._trust.look(self.shelf.hashes, now)
         self.shelf.recognise(self._trust.makers)
+        conflicts = self.shelf.counters["conflict"]
         for record in self._board.priors():
             part = PriorPart(record.kind, record.part)
             offer = Offer(record.peer_id, part, record.step, record.sha256, record.nbytes)
@@ -214,13 +221,15 @@ class Priors:
                     f"warning: {offer.publisher[-8:]} offers a prior and is no anchor of this run (more of this is "
                     f"only counted)"
                 )
-            elif verdict == "conflict" and self.shelf.counters["conflict"] == 1:
+            elif not conflicts and self.shelf.counters["conflict"]:  # whichever of the two came first
+                conflicts = self.shelf.counters["conflict"]
                 self._note(
                     f"warning: two anchors offer different priors of {part} at step {offer.step}: that of the first "
                     f"anchor counts (more of this is only counted)"
                 )
         if self._in_force:
-            self.shelf.forget_beyond(self._step + AHEAD_STEPS)
+            ahead = self._manifest.anchors.every if self._trust.is_leaders else AHEAD_STEPS
+            self.shelf.forget_beyond(self._step + ahead)
         renewed = [part for part in self._uses if part.kind == "corrector" or self._has_basis]
         said = self._age.look(map(self._age_of, renewed), has_anchors=self._trust.has_makers)
         if said is not None:
@@ -243,6 +252,16 @@ class Priors:
             rosters[self._stage].append(me)
         held[me] = self.names
         return self.shelf.choose(current, held, rosters, time.monotonic())
+
+    def able_sources(self, sources: Sequence[str], hashes: Sequence[str]) -> list[str]:
+        """Of these sources those that can code at their boundary under a plan that names these priors."""
+        part = PriorPart("boundary", 0)
+        if not self._has_basis or part not in self._parts:
+            return list(sources)
+        view = self._board.view()
+        held: dict[str, Collection[str]] = {peer: view[peer].priors for peer in sources if peer in view}
+        held[str(self._p2p.peer_id)] = self.names
+        return able(sources, hashes[self._parts.index(part)], held)
 
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: what it names and is not here is fetched, before it is needed."""
@@ -327,7 +346,7 @@ class Priors:
     async def _fetch(self, part: PriorPart, sha256: str) -> None:
         path = prior_path(self._directory, part, sha256)
         limit_bytes = min(MAX_PRIOR_BYTES, self._uses[part].limit_bytes)
-        is_named = False
+        is_named, was_here = False, path.is_file()
         try:
             await fetch_by_hash(
                 self._p2p,
@@ -338,11 +357,11 @@ class Priors:
                 path,
                 traffic=self._traffic,
                 limit_bytes=limit_bytes,
-                is_urgent=part.kind == "boundary" and sha256 in self._named,
+                is_urgent=lambda: part.kind == "boundary" and sha256 in self._named,
             )
             is_named = sha256 in self._named
             made = await asyncio.to_thread(self._load, part, path, sha256, is_named)
-            nbytes = path.stat().st_size  # just written
+            nbytes = 0 if was_here else path.stat().st_size
         except (TransferError, ValueError, RuntimeError, OSError) as error:
             self._refuse(part, sha256, error, is_named)
             return

@@ -162,7 +162,12 @@ class StagePeer:
             tasks=tasks,
             note=note,
             trust=PriorTrust(
-                self._manifest, self._board, lambda: self._grants.anchors, lambda: self._grants.former
+                self._manifest,
+                self._board,
+                lambda: self._grants.anchors,
+                lambda: self._grants.former,
+                stage=self._stage,
+                is_linked=lambda peer: peer == links.me or links.get(peer) is not None,
             ),
             is_linked=lambda peer: links.get(peer) is not None,
         )
@@ -220,6 +225,8 @@ class StagePeer:
                 traffic=self._traffic,
                 tasks=tasks,
                 note=note,
+                is_linked=lambda peer: links.get(peer) is not None,
+                count=self._priors.count,
             )
         self._announcer.trainer, self._announcer.snapshots = self._trainer, self._snapshots
         self._status.trainer, self._status.links = self._trainer, links

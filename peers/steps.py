@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from peers import injector
 from peers.assignments import Assignments
@@ -99,7 +99,7 @@ class Steps:
             self._nudged_at = now
             self._links.gossip(Kind.QUERY, {"id": 0, "what": "now", "about": None})
             if self.stage == 0 and plan is not None and rounds.leader == self.me:
-                self.assignments.recover(plan, rounds.present, self.recovery.fenced)
+                self.assignments.recover(plan, self._able_now(plan), self.recovery.fenced)
 
     def suspend(self) -> None:
         """This peer takes no more part: what waits here looks elsewhere."""
@@ -143,7 +143,7 @@ class Steps:
         """The ledgers of this stage's members leave keys out: whoever kept them sends them again."""
         plan = self.worker.core.plan
         if plan is not None and self.stage == 0:
-            self.assignments.recover(plan, self.averaging.core.present, self.recovery.fenced)
+            self.assignments.recover(plan, self._able_now(plan), self.recovery.fenced)
         else:
             self.recovery.ask(keys)
 
@@ -165,7 +165,8 @@ class Steps:
         priors = self._refs(step - 1)
         if self._priors is not None:
             priors = self._priors.choose(priors)
-        plan, sources = make_plan(self.manifest, step, attempt, group, roster, priors)
+        able = self._able(roster, [prior.sha256 for prior in priors])
+        plan, sources = make_plan(self.manifest, step, attempt, group, able, priors)
         return plan.to_bytes(), sources
 
     def _refs(self, step: int) -> tuple[PriorRef, ...]:
@@ -234,7 +235,7 @@ class Steps:
                 logger.warning("the data of slot %d of step %d: %s", slot, plan.step, error)
                 await asyncio.sleep(LIMITS.data_again_s)
                 continue
-            if self.worker.core.plan is plan:
+            if self.worker.core.plan is plan and self.assignments.is_own(plan, slot):
                 self.worker.assign(plan, slot, is_replay)
                 self.check_ready()
             return
@@ -244,7 +245,14 @@ class Steps:
         self.recovery.look()
         plan, rounds = self.worker.core.plan, self.averaging.core
         if self.stage == 0 and plan is not None and rounds.leader == self.me:
-            self.assignments.reassign(plan, rounds.present, self.recovery.fenced)
+            self.assignments.reassign(plan, self._able_now(plan), self.recovery.fenced)
+
+    def _able(self, sources: Sequence[str], hashes: Sequence[str]) -> list[str]:
+        """Who can run slots: a source that lacks the prior of its boundary takes no work until it has it."""
+        return list(sources) if self._priors is None else self._priors.able_sources(sources, hashes)
+
+    def _able_now(self, plan: Plan) -> list[str]:
+        return self._able(self.averaging.core.present, plan.prior_hashes)
 
     def on_slot_done(self, slot: int) -> None:
         """All gradients of a slot of this source have come back."""

@@ -181,11 +181,12 @@ async def fetch_by_hash(
     deadline_idle_s: float = LIMITS.fetch_idle_s,
     traffic: Traffic | None = None,
     limit_bytes: int = LIMITS.artifact_bytes,
-    is_urgent: bool = False,
+    is_urgent: Callable[[], bool] = bool,
 ) -> Path:
     """Fetch a file of which only name and hash (hex) are known to `target`; returns `target`.
 
-    is_urgent: it passes this peer's cap before all other bulk; what the holder's cap does, the holder decides.
+    is_urgent: whether it passes this peer's cap before all other bulk, asked for each chunk; what the holder's cap
+    does, the holder decides.
     Holders whose own hash list is of another file, or lies about the whole file's hash, are not asked again: what
     came under such a list is deleted, and the next holder is asked. Raises TransferError as `fetch_artifact` does.
     """
@@ -230,7 +231,7 @@ class _Transfer:
     ) -> None:
         self.fixed: Artifact | None = None
         self.expected: str | None = None
-        self.is_urgent = False
+        self.is_urgent: Callable[[], bool] = bool
         self.refused: Mapping[str, str] = {}
         self._p2p, self._run_id, self._name, self._target = p2p, run_id, name, target
         self._idle_s, self._traffic, self._progress = idle_s, traffic, progress

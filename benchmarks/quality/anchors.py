@@ -202,6 +202,10 @@ class AnchorCircuit:
             len(encode_boundary_prior(BoundaryPrior(number, version=0, step=version, arrays=arrays)))
             for number, arrays in enumerate(boundary)
         )
+        if (
+            version == 0 and self._memory is not None
+        ):  # coded gradients are coded by the initial priors: these
+            self._trainer.codecs = [*self.codecs(PriorSet(0, boundary, None, 0, 0))]
         spectral = self._spectral(version, batches) if self._memory is not None else None
         corrector_bytes = 0 if spectral is None else len(encode_spectral_prior(spectral))
         return PriorSet(version, boundary, spectral, boundary_bytes, corrector_bytes)

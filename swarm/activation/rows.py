@@ -7,7 +7,7 @@ keeps the hidden states and the receiver the gradients of the same tokens, witho
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,9 @@ from swarm.activation.base import CodecKey
 from swarm.activation.basis import document_positions
 from swarm.activation.prf import token_keys
 from swarm.activation.tokens import SampledTokens
+
+LARGEST = 1e6
+"""No hidden state is larger; products of larger ones could overflow in a fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,18 @@ def check_rows(tensors: dict[str, Tensor], hidden_size: int, limit: int) -> None
         raise ValueError(f"rows: names {names.dtype} {list(names.shape)} for rows {list(rows.shape)}")
     if rows.dtype != torch.bfloat16 or rows.shape[1] != hidden_size:
         raise ValueError(f"rows: {rows.dtype} {list(rows.shape)}, not bf16 of {hidden_size} columns")
-    if not bool(torch.isfinite(rows).all()):
-        raise ValueError("rows: values that are not finite")
+    if not bool((rows.abs() <= LARGEST).all()):  # not true of NaN either
+        raise ValueError(f"rows: values that are not finite, or beyond {LARGEST:g}")
+
+
+def pick_rows(tensors: dict[str, Tensor], wanted: Collection[tuple[int, int, int]]) -> dict[str, Tensor]:
+    """Of a sender's rows those with these names, and of several with one name the first."""
+    picked: dict[tuple[int, ...], int] = {}
+    for row, name in enumerate(map(tuple, tensors["names"].tolist())):
+        if name in wanted:
+            picked.setdefault(name, row)
+    chosen = torch.tensor(list(picked.values()), dtype=torch.int64)
+    return {"names": tensors["names"][chosen], "rows": tensors["rows"][chosen]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +131,13 @@ class JoinedRows:
 def join_rows(received: Sequence[dict[str, Tensor]], kept: Sequence[KeptRows]) -> JoinedRows:
     """Hidden states of the sender's end (`pack_rows`) and gradients of this one, token by token.
 
-    Raises ValueError if no token is known at both, or the token ids of a microbatch are not.
+    A token that several senders name is the first one's. Raises ValueError if no token is known at both, or the token
+    ids of a microbatch are not.
     """
     places: dict[tuple[int, ...], tuple[int, int]] = {}
     for number, tensors in enumerate(received):
         for row, name in enumerate(tensors["names"].tolist()):
-            places[tuple(name)] = (number, row)
+            places.setdefault(tuple(name), (number, row))
     hidden, gradient, offsets, taken = [], [], [], []
     for one in kept:
         found = [(row, places[name]) for row, name in enumerate(one.names()) if name in places]

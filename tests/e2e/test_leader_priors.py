@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,8 @@ class End:
     server: FileServer
     codec: VersionedCodec
     leader: LeaderPriors
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    counted: list[int]
 
 
 class Ends:
@@ -108,7 +112,7 @@ class Ends:
             device="cpu",
             dtype=torch.float32,
         )
-        codec, notes = VersionedCodec(1, plain), list[str]()
+        codec, notes, counted = VersionedCodec(1, plain), list[str](), list[int]()
         leader = LeaderPriors(
             manifest=self.manifest,
             codec=CODEC,
@@ -129,6 +133,8 @@ class Ends:
             traffic=Traffic(),
             tasks=self.tasks,
             note=notes.append,
+            is_linked=lambda _: True,
+            count=counted.append,
         )
         await board.publish(
             PeerRecord(
@@ -142,7 +148,7 @@ class Ends:
                 training=True,
             )
         )
-        return End(stage, p2p, identity, board, server, codec, leader, notes)
+        return End(stage, p2p, identity, board, server, codec, leader, notes, counted)
 
     def train(self, steps: range) -> None:
         """What passes the boundary in these steps."""
@@ -208,20 +214,43 @@ def test_receiver_fits_the_prior_to_both_ends_rows_and_offers_it(
             prior = load_boundary_prior(path, CODEC, H)
             assert (prior.boundary, prior.step) == (1, EVERY)
             assert torch.isfinite(prior.arrays["encode"].float()).all()
+            assert len(receiver.counted) == 1 and receiver.counted[0] > 0, "bytes of rows"
 
             # Whose offers count: those of who votes behind the boundary.
-            trust = PriorTrust(ends.manifest, receiver.board, tuple, tuple)
+            links = {receiver.identity.peer_id}
+
+            def trust_at(stage: int) -> PriorTrust:
+                return PriorTrust(
+                    ends.manifest, receiver.board, tuple, tuple, stage=stage, is_linked=links.__contains__
+                )
+
+            trust = trust_at(2)
             theirs = Offer(receiver.identity.peer_id, PART, EVERY, offer.sha256, offer.nbytes)
             assert trust.rank(theirs) is not None
             assert trust.rank(Offer(sender.identity.peer_id, PART, EVERY, "0" * 64, 9)) is None
             assert trust.rank(Offer("Qm" + "2" * 44, PART, EVERY, "0" * 64, 9)) is None
+            assert trust.rank(dataclasses.replace(theirs, step=EVERY + 1)) is None, "none is due then"
+            assert trust.rank(dataclasses.replace(theirs, step=0)) is None
             assert set(trust.makers) == {end.identity.peer_id for end in ends.ends}
+            # Peers at the boundary go by those they have links with, others by what peers say that they hold.
+            before = trust.makers
+            links.clear()
+            assert trust.rank(theirs) is None and trust_at(1).rank(theirs) is None
+            assert trust_at(0).rank(theirs) is not None
+            assert trust.makers != before, "what was said of offers is said anew"
 
     runner.run(scenario())
 
 
+def unknown_dtype() -> bytes:
+    """A safetensors file with a dtype that its library knows and torch does not."""
+    header = json.dumps({"rows": {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(8)
+
+
+@pytest.mark.parametrize("content", [b"no rows at all", unknown_dtype()], ids=["no file", "unknown dtype"])
 def test_rows_that_do_not_come_or_are_garbage_cost_one_prior_and_nothing_else(
-    runner: asyncio.Runner, tmp_path: Path
+    runner: asyncio.Runner, tmp_path: Path, content: bytes
 ) -> None:
     async def scenario() -> None:
         async with Ends(tmp_path) as ends:
@@ -229,7 +258,7 @@ def test_rows_that_do_not_come_or_are_garbage_cost_one_prior_and_nothing_else(
             ends.tick(0)
             ends.train(range(EVERY))
             garbage = tmp_path / "garbage"
-            garbage.write_bytes(b"no rows at all")
+            garbage.write_bytes(content)
             sender.server.register(rows_name(1, EVERY), garbage)
             receiver.leader.tick(EVERY, is_voting=True)
             await until(lambda: bool(receiver.notes))
@@ -240,5 +269,28 @@ def test_rows_that_do_not_come_or_are_garbage_cost_one_prior_and_nothing_else(
             await until(lambda: bool(receiver.board.priors()))
             assert [record.step for record in receiver.board.priors()] == [2 * EVERY]
             assert len(receiver.notes) == 1
+
+    runner.run(scenario())
+
+
+def test_a_fit_that_does_not_converge_costs_one_prior_and_nothing_else(
+    runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverges(*_: object) -> None:
+        raise torch.linalg.LinAlgError("eigh did not converge")
+
+    async def scenario() -> None:
+        async with Ends(tmp_path) as ends:
+            receiver = ends.ends[1]
+            ends.tick(0)
+            with monkeypatch.context() as patched:
+                patched.setattr("peers.leader_priors.fit_basis_prior", diverges)
+                ends.train(range(EVERY))
+                ends.tick(EVERY)
+                await until(lambda: bool(receiver.notes))
+            assert "eigh did not converge" in receiver.notes[0]
+            ends.train(range(EVERY, 2 * EVERY))
+            ends.tick(2 * EVERY)
+            await until(lambda: bool(receiver.board.priors()))
 
     runner.run(scenario())

@@ -280,7 +280,7 @@ def test_what_a_peer_waits_for_leaves_its_holder_before_all_other_bulk(
             name,
             sha256,
             tmp_path / "mine",
-            is_urgent=is_waiting,
+            is_urgent=lambda: is_waiting,
         )
         used, unused = Priority.CONTROL, Priority.STATE
         if not is_waiting:

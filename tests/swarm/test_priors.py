@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,26 @@ def test_peer_that_lacks_the_prior_in_force_gets_it_from_any_holder_and_works(
     assert priors(swarm, "newcomer")["counters"] == {"fetched": 1}
     audited = audit({name: swarm.members[name].ledger() for name in [*NAMES, "newcomer"]}, stages=STAGES)
     assert not audited.doubled and not audited.lost, audited.problems()
+
+
+def test_source_that_cannot_get_the_prior_in_force_keeps_nobody_waiting(swarm: Swarm, tmp_path: Path) -> None:
+    anchor, anchor_id = key(tmp_path, "anchor")
+    run_dir = begin(swarm, (anchor_id,))
+    with PuppetAnchor(anchor, swarm.address, run_dir, tmp_path / "a") as a:
+        (own,) = (
+            path for path in (swarm.folder / "0-1").rglob("checkpoints/*") if (path / "updates").is_dir()
+        )
+        shutil.rmtree(own / "priors", ignore_errors=True)
+        (own / "priors").touch()  # in the place of the folder
+        prior = a.offer(0, 1, a.initial(0, 1))
+
+        def in_force() -> bool:
+            return all(
+                priors(swarm, name)["in_force"].get("0", {}).get("hash") == prior[:16] for name in NAMES[:4]
+            )
+
+        # Half of its stage is enough after a while; the other source does the work from then on.
+        wait_for(in_force, 60.0, "the prior that one source lacks", swarm)
+        still_trains(swarm, 10)
+    assert priors(swarm, "0-1")["waited_s"] > 0 and not priors(swarm, "0-1")["counters"].get("fetched")
+    assert any("cannot be used" in note and "priors" in note for note in swarm.members["0-1"].notes)

@@ -133,3 +133,22 @@ def test_stage_whose_prior_cannot_be_offered_is_said_once_and_keeps_no_other_bac
         ]
 
     asyncio.run(scenario())
+
+
+def test_what_a_later_pass_brought_meanwhile_is_offered_and_kept_as_that_passs(tmp_path: Path) -> None:
+    manifest = stage_run(tmp_path)
+
+    async def scenario() -> None:
+        one = Anchor(manifest, tmp_path / "anchor")
+        await one.memory.ingest(5, gradients(1))
+        await one.memory.ingest(10, gradients(2))  # before the first one's work has begun
+        await one.memory.settle()
+        assert [(version, part.ordinal) for version, part, _ in one.offered] == [(10, 0), (10, 1)]
+        again = Anchor(manifest, tmp_path / "anchor")
+        await again.memory.start()
+        assert again.memory.version == 10
+        await again.memory.ingest(10, gradients(2))
+        assert again.memory.refused == 2, "it is in the average already"
+        await again.memory.settle()
+
+    asyncio.run(scenario())

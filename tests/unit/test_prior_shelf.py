@@ -8,7 +8,7 @@ import pytest
 
 from peers.planning import PriorRef
 from peers.prior_parts import PriorPart
-from peers.prior_shelf import KEPT_OFFERS, PATIENCE_S, Offer, PriorShelf
+from peers.prior_shelf import KEPT_OFFERS, PATIENCE_S, Offer, PriorShelf, able
 
 ROSTERS = (("a", "b"), ("c", "d"), ("e",))
 NOW = 100.0
@@ -170,6 +170,49 @@ def test_where_peers_make_priors_the_lowest_rank_counts_and_who_leaves_takes_not
     one.recognise(())
     assert one.newest(FIRST) == first
     assert one.choose(INITIAL, held(first), ROSTERS, NOW)[0] == PriorRef(1, first.sha256)
+
+
+def test_a_plan_goes_from_the_second_anchors_prior_to_the_firsts_of_the_same_step_and_not_back_between() -> (
+    None
+):
+    old, theirs, ours = offer(step=5), offer("second", step=10, content="y"), offer(step=10, content="x")
+    one = shelf(old, theirs)
+    current = one.choose(INITIAL, held(old, theirs), ROSTERS, NOW)
+    assert current[0].sha256 == theirs.sha256
+    assert one.take(ours, NOW) == "new" and one.counters["conflict"] == 1
+    assert one.choose(current, held(old, theirs), ROSTERS, NOW) == current, "nobody has the other one yet"
+    assert one.find(FIRST, theirs.sha256) == theirs, "its age is still known"
+    after = one.choose(current, held(old, theirs, ours), ROSTERS, NOW)
+    assert after[0] == PriorRef(2, ours.sha256)
+    assert one.choose(after, held(old, theirs, ours), ROSTERS, NOW) == after
+
+
+def test_where_the_maker_of_a_replaced_prior_is_revoked_an_older_one_may_replace_it() -> None:
+    old, theirs, ours = offer(step=5), offer("second", step=10, content="y"), offer(step=10, content="x")
+    one = shelf(old, theirs, ours)
+    in_force = (PriorRef(3, theirs.sha256), *INITIAL[1:])
+    assert one.choose(in_force, held(old), ROSTERS, NOW) == in_force
+    one.recognise(("anchor",))
+    assert one.choose(in_force, held(old), ROSTERS, NOW)[0] == PriorRef(4, old.sha256)
+
+
+def test_an_offer_that_came_too_early_is_looked_at_again() -> None:
+    one = shelf(offer(step=50))
+    one.forget_beyond(20)
+    assert one.newest(FIRST) is None
+    assert one.take(offer(step=50), NOW) == "new"
+
+
+def test_sources_that_say_they_lack_a_prior_get_no_slots_unless_all_do() -> None:
+    one = offer()
+    holds, lacks = (one.name,), ("0" * 16,)
+    assert able("abc", one.sha256, {"a": holds, "b": lacks}) == ["a", "c"], (
+        "nobody knows of c that it lacks it"
+    )
+    assert able("abc", "", {"a": lacks, "b": lacks, "c": lacks}) == ["a", "b", "c"], (
+        "all have the initial one"
+    )
+    assert able("ab", one.sha256, {"a": lacks, "b": ()}) == ["a", "b"]
 
 
 def test_memory_is_bounded() -> None:

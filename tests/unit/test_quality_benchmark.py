@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.quality.__main__ import main, parse
+from benchmarks.quality.anchors import AnchorCircuit
 from benchmarks.quality.config import AnchorPlan, RowConfig
 from benchmarks.quality.journal import Journal, claim
 from benchmarks.quality.prediction import bytes_per_stage, step_seconds
@@ -25,6 +26,7 @@ from benchmarks.quality.tuning import DEFAULT_RATE, learning_rates
 from benchmarks.quality.wire import WireBytes
 from swarm.activation.base import CodecKey
 from swarm.data.order import samples_from_far_end, samples_of_step
+from swarm.reference import ReferenceTrainer
 from tests.kit.tiny import write_model, write_texts
 
 RATES = {"dense": 3e-4, "mask": 3e-4, "basis": 3e-4}
@@ -136,6 +138,19 @@ def test_training_and_anchors_take_the_samples_that_the_swarm_takes(folder: Path
     assert taken.tolist() == samples_of_step(0, len(ready.train), 4, 3)
     far = torch.cat([batch.sample_ids for batch in ready.far_batches(config, 2, 3)])
     assert far.tolist() == samples_from_far_end(0, len(ready.train), 4, skip=6)
+
+
+def test_the_first_bias_is_of_gradients_that_were_coded_by_the_initial_priors(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = tiny(folder, codec=BASIS, corrector={"name": "bias", "rank": 4}, anchors=PLAN)
+    ready = prepare(config, folder / "cache")
+    trainer = ReferenceTrainer(
+        ready.fresh_model(), config.cuts, [None] * len(config.cuts), config.optimizer_config(), config.steps
+    )
+    first = AnchorCircuit(config, ready, trainer, tmp_path, ignore).initial().corrector
+    assert first is not None and first.factors
+    assert max(float(factors.values.max()) for factors in first.factors.values()) > 0
 
 
 @pytest.mark.parametrize(

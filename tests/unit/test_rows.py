@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarm.activation.base import CodecKey
-from swarm.activation.rows import RowTap, check_rows, join_rows, pack_rows
+from swarm.activation.rows import LARGEST, RowTap, check_rows, join_rows, pack_rows, pick_rows
 
 H = 4
 
@@ -113,3 +113,27 @@ def test_nothing_in_common_is_said() -> None:
         join_rows([pack_rows(sender.take(1))], receiver.take(1))
     with pytest.raises(ValueError, match="no rows"):
         pack_rows([])
+
+
+def test_rows_that_two_senders_name_are_the_first_ones_and_others_are_not_held() -> None:
+    first, second, receiver = tap(1), tap(1), tap(1)
+    for one, scale in ((first, 1.0), (second, 50.0), (receiver, -1.0)):
+        one.see(states(key(2, [3]), scale), key(2, [3]))
+    second.see(states(key(2, [4]), 1.0), key(2, [4]))
+    kept = receiver.take(3)
+    wanted = frozenset(name for one in kept for name in one.names())
+    received = [pick_rows(pack_rows(one.take(3)), wanted) for one in (first, second)]
+    assert [len(rows["names"]) for rows in received] == [40, 40], "of sample 4 nothing was wanted"
+    torch.testing.assert_close(
+        join_rows(received, kept).hidden, -join_rows(received, kept).gradient, atol=0.02, rtol=0
+    )
+    twice = {name: torch.cat([received[0][name], received[1][name]]) for name in ("names", "rows")}
+    assert torch.equal(pick_rows(twice, wanted)["rows"], received[0]["rows"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2 * LARGEST, -3e38])
+def test_rows_whose_products_could_overflow_are_refused(value: float) -> None:
+    rows = torch.zeros(3, H, dtype=torch.bfloat16)
+    rows[1, 2] = value
+    with pytest.raises(ValueError, match="not finite, or beyond"):
+        check_rows({"names": torch.zeros(3, 3, dtype=torch.int64), "rows": rows}, H, 10)
