@@ -127,7 +127,7 @@ def training_figures(
         "codec": manifest.codec.model_dump(mode="json"),
         "stages": manifest.model.stages,
         "peers": len(swarm.trainers),
-        "peers_lost": sum(1 for peer in swarm.trainers if peer.exit_code not in {None, 0}),
+        "peers_lost": sum(1 for peer in swarm.trainers if not peer.is_finished),
         "steps": manifest.total_steps,
         "tokens": tokens,
         "tokens_per_s": tokens / outcome.seconds if outcome.seconds else None,

@@ -210,11 +210,11 @@ def test_a_neighbour_that_never_gives_credit_is_left(monkeypatch: pytest.MonkeyP
 
 
 def test_a_transfer_gets_through_while_training_takes_all_it_can(tmp_path: Path) -> None:
-    content = content_of(1 << 20)
+    content = content_of(1 << 18)
     manifest = make_run(tmp_path / "served", content)
 
     async def scenario() -> None:
-        async with nodes((0, 40.0, None), (1, None, None)) as (donor, joiner):
+        async with nodes((0, 8.0, None), (1, None, None)) as (donor, joiner):
             server = FileServer(donor.p2p, donor.traffic)
             await server.start()
             server.add_run(manifest, tmp_path / "served")

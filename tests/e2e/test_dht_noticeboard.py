@@ -32,7 +32,7 @@ pytestmark = pytest.mark.e2e
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(coroutine, 50))
+        runner.run(asyncio.wait_for(coroutine, 100))
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,9 @@ async def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None
             await asyncio.sleep(0.02)
 
 
-def test_peers_that_dialled_only_the_seed_see_and_reach_each_other() -> None:
+def test_peers_that_dialled_only_the_seed_see_and_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dht.noticeboard.RECORD_LIFE_S", 30.0)
+
     async def scenario() -> None:
         async with swarm() as made:
             seed = await made.peer()
@@ -151,7 +153,9 @@ def test_peers_that_dialled_only_the_seed_see_and_reach_each_other() -> None:
     run(scenario())
 
 
-def test_killed_peer_expires_and_its_next_start_is_seen_again() -> None:
+def test_killed_peer_expires_and_its_next_start_is_seen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dht.noticeboard.RECORD_LIFE_S", 6.0)
+
     async def scenario() -> None:
         async with swarm() as made:
             seed = await made.peer()
@@ -175,7 +179,7 @@ def test_killed_peer_expires_and_its_next_start_is_seen_again() -> None:
                     )
                     steps.append(identity.incarnation)
                     if len(steps) == 1:
-                        await asyncio.sleep(2.5)  # longer than a record lives: kept up by re-publishing
+                        await asyncio.sleep(7)  # longer than a record lives: kept up by re-publishing
                     assert identity.peer_id in seed.board.view()
                     os.kill(host._child.pid, signal.SIGKILL)
                     killed = time.monotonic()
@@ -185,7 +189,7 @@ def test_killed_peer_expires_and_its_next_start_is_seen_again() -> None:
                     await board.close()
                     await stop_host(host)
                     assert time.monotonic() - killed < 10
-            await until(lambda: identity.peer_id not in seed.board.view(), 6)
+            await until(lambda: identity.peer_id not in seed.board.view(), 20)
             assert steps[1] > steps[0]
 
     run(scenario())
@@ -234,8 +238,8 @@ def test_one_good_initial_peer_suffices_and_every_bad_one_is_named() -> None:
             }
             _, host, own = await made.host()
             started = time.monotonic()
-            results = await dial_all(host, [*cases, own], 2.0)
-            assert time.monotonic() - started < 10
+            results = await dial_all(host, [*cases, own], 10.0)
+            assert time.monotonic() - started < 30
             assert [result.cause for result in results] == [*cases.values(), "self"], describe_results(
                 results
             )

@@ -259,8 +259,12 @@ def test_peer_that_was_lost_is_linked_again_when_it_is_wanted_again(world: World
         leaver.links._on_frame = again._on_frame
         leaver.links._closing = False  # the process starts anew
         leaver.ups.clear()
-        world.victim.want(leaver)
-        await until(lambda: leaver.ups, 5)
+
+        def is_back() -> bool:
+            world.victim.want(leaver)  # for a while nobody is dialled who has just gone
+            return bool(leaver.ups)
+
+        await until(is_back, 15)
         await leaver.close()
 
     world.run(scenario())

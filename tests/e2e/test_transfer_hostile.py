@@ -220,7 +220,7 @@ def test_closing_the_server_ends_its_transfers_quietly(
                 [holder.id],
                 *arguments,
                 progress=lambda done, _: under_way.set() if done else None,
-                deadline_idle_s=0.3,
+                deadline_idle_s=2.0,
             )
         )
         await under_way.wait()

@@ -52,7 +52,7 @@ class Swarm:
         self._holders: list[Holder] = []
         self._spare: list[P2P] = []
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float = 30.0) -> Any:
+    def run(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float = 120.0) -> Any:
         return self._runner.run(asyncio.wait_for(coroutine, deadline_s))
 
     async def holder(self, protocol: int = PROTOCOL_VERSION, max_upload_mbps: float | None = None) -> Holder:

@@ -256,7 +256,7 @@ class _Watch:
         if at >= self._next_rss:
             self._next_rss = at + _RSS_EVERY_S
             for name in self._tails:
-                if self._swarm.code(name) is None:
+                if self._swarm.code(name) is None and psutil.pid_exists(self._swarm.members[name].pid):
                     size = psutil.Process(self._swarm.members[name].pid).memory_info().rss
                     self.soak.rss.setdefault(name, []).append((at, size))
 

@@ -286,7 +286,10 @@ class FaultBench:
         else:
             # A round's leader is one in its own step only; any other peer may see no work in one step.
             when = f"step={step}" if case.victim.startswith("lead") else f"from={step}"
-            outcome = self.run_again_unless_started(name, {victim: f"{case.point}:{when}"})
+            kill_at = {victim: f"{case.point}:{when}"}
+            outcome = self.run_again_unless_started(name, kill_at)
+            if victim in outcome.finished:  # it got no work in that step; any other peer may have
+                outcome = self.run_again_unless_started(f"{name}-again", kill_at)
         every = getattr(self.manifest.averaging.outer, "every", 1)
         skipped = skipped_steps(outcome.ledgers, every) + skipped_steps(self.reference.ledgers, every)
         most = max(self.tolerance, MOST_TOLERATED)
@@ -308,6 +311,7 @@ class FaultBench:
         wait_for(has_come, self.deadline_s, f"step {step}", swarm)
         if swarm.code(victim) is None:
             swarm.signal(victim, number)
+            wait_for(lambda: swarm.code(victim) is not None, 30.0, f"the end of {victim}", swarm)
 
 
 def is_over(swarm: Swarm) -> bool:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,8 @@ class Swarm:
         """kill -9 to everybody who still runs: for swarms whose end is not what is tested."""
         for name in self.members:
             if self.code(name) is None:
-                self.kill(name)
+                with suppress(ProcessLookupError):  # it has just left
+                    self.kill(name)
         wait_for(lambda: all(self.code(name) is not None for name in self.members), 15.0, "the killed to end")
 
     def report(self) -> str:
@@ -248,9 +250,10 @@ class Swarm:
         """End all peers; by force those that do not go."""
         for member in self.members.values():
             if self.code(member.name) is None:
-                os.kill(member.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it has just left
+                    os.kill(member.pid, signal.SIGTERM)
         try:
-            wait_for(lambda: all(self.code(n) is not None for n in self.members), 15.0, "the peers to leave")
+            wait_for(lambda: all(self.code(n) is not None for n in self.members), 30.0, "the peers to leave")
         except TimeoutError:
             for name in self.members:
                 if self.code(name) is None:

@@ -49,7 +49,7 @@ def test_swarm_takes_an_anchors_priors_outlives_it_and_takes_another_anchors(
         "the age of the priors to be said",
         swarm,
     )
-    wait_for(lambda: all(priors(swarm, name)["is_old"] for name in NAMES), 10.0, "status to say so", swarm)
+    wait_for(lambda: all(priors(swarm, name)["is_old"] for name in NAMES), 120.0, "status to say so", swarm)
     in_force = [version_in_force(swarm, name, 0) for name in NAMES if name[0] in "01"]
     other = swarm.join(None, "other", is_anchor=True, identity=second)
     wait_for(lambda: passes(other) >= 1 and all_use(max(in_force) + 1), 90.0, "the other's priors", swarm)

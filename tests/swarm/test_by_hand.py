@@ -54,7 +54,7 @@ class Terminals:
         assert self.running.pop(name).wait(deadline_s) == 0, self.output(name)
         return self.output(name)
 
-    def interrupt(self, name: str, deadline_s: float = 10.0) -> int:
+    def interrupt(self, name: str, deadline_s: float = 20.0) -> int:
         """Ctrl+C; returns the exit code."""
         self.running[name].send_signal(signal.SIGINT)
         return self.running.pop(name).wait(deadline_s)

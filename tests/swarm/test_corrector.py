@@ -20,7 +20,7 @@ from tests.kit.swarm import Swarm, wait_for
 from tests.swarm.test_equality import TOLERANCE, reference, trained_weights
 from tests.swarm.test_priors import key, priors
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def slow(*values: str) -> Any:
@@ -149,7 +149,12 @@ def test_wrong_priors_are_refused_and_a_joiner_corrects_as_the_others_did(
         wait_for(counted("refused_file"), 60.0, "the wrong shape to be found", swarm)
         a.offer(own, 4, a.corrector(0, 4))  # another stage's
         wait_for(counted("refused_file", 2), 60.0, "the other stage's to be found", swarm)
-        assert all(priors(swarm, name)["offers"].get("stranger") == 1 for name in NAMES)
+        wait_for(
+            lambda: all(priors(swarm, name)["offers"].get("stranger") == 1 for name in NAMES),
+            30.0,
+            "the stranger to be counted",
+            swarm,
+        )
         assert all(
             len([note for note in swarm.members[name].notes if stranger_id[-8:] in note]) == 1
             for name in NAMES
@@ -175,7 +180,7 @@ def test_wrong_priors_are_refused_and_a_joiner_corrects_as_the_others_did(
     # Without an anchor the prior fades out, and training goes on.
     wait_for(
         lambda: corrector(swarm, "1-0")["counters"].get("passed_stale", 0) > 0,
-        120.0,
+        300.0,
         "the prior to be outdated",
         swarm,
     )

@@ -12,7 +12,7 @@ from peers.injector import ON_SIGNAL
 from tests.kit.faults import Case, FaultBench
 from tests.kit.swarm import Host
 
-pytestmark = [pytest.mark.e2e, pytest.mark.fault]
+pytestmark = [pytest.mark.e2e, pytest.mark.fault, pytest.mark.timeout(900)]
 
 
 def slow(*values: str) -> Any:

@@ -11,7 +11,7 @@ from peers.injector import ON_SIGNAL
 from tests.kit.faults import Case, FaultBench
 from tests.kit.swarm import Host
 
-pytestmark = [pytest.mark.e2e, pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
 EVERY, DUE = 2, 3
 """DiLoCo's H, and a step after which averages are due, in the middle of the run."""

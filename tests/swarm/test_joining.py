@@ -52,7 +52,7 @@ def test_three_joiners_at_once_become_voting_members(swarm: Swarm, stages_joined
         swarm.join(stage, f"joiner-{number}", serve_after_s=600.0)
         for number, stage in enumerate(stages_joined)
     ]
-    wait_for(lambda: all(has_worked(joiner) for joiner in joiners), 60.0, "all three to work", swarm)
+    wait_for(lambda: all(has_worked(joiner) for joiner in joiners), 180.0, "all three to work", swarm)
     trainers = [name for name in swarm.members if name != "seed"]
     assert [name for name in trainers if swarm.code(name) is not None] == []
 

@@ -28,7 +28,7 @@ def key(folder: Path, name: str) -> tuple[Path, str]:
 
 
 def begin(
-    swarm: Swarm, anchors: tuple[str, ...], steps: int = 400, snapshot_every: int = 10, **settings: Any
+    swarm: Swarm, anchors: tuple[str, ...], steps: int = 5000, snapshot_every: int = 10, **settings: Any
 ) -> Path:
     """A run under way, with the codec that priors are for."""
     run_dir = swarm.make_run(
