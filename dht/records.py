@@ -31,6 +31,7 @@ MAX_PRIOR_BYTES = 2**30
 Ordinal = Annotated[int, Field(ge=0, le=4095)]
 Role = Literal["seed", "stage", "anchor"]
 Measure = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Cosine = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
 Reason = Literal[
     "too_large", "malformed", "protocol", "schema", "public_key", "peer_id", "signature", "owner"
 ]
@@ -74,7 +75,9 @@ class PeerRecord(_Record):
     whether it has a plan in force. loss: mean token loss in nats, as last seen. tokens_per_s and the
     measured bandwidths (Mbit/s): None when unknown. versions: steps whose snapshots it can serve. priors:
     the first characters (`PRIOR_NAME_CHARACTERS`) of the hashes of the priors it holds and serves. stages: the first
-    and the last that an anchor holds.
+    and the last that an anchor holds. prior_age: most steps that a prior in force here is old. coded_cosine: by an
+    anchor's measurement, of the coded with the dense gradient; raw_cosine, corrected_cosine: of the coded gradient with
+    a clean one, without and with the corrector.
     """
 
     role: Role
@@ -92,6 +95,10 @@ class PeerRecord(_Record):
     versions: tuple[Count, ...] = Field(default=(), max_length=32)
     stages: tuple[Ordinal, Ordinal] | None = None
     priors: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=16)
+    prior_age: Count | None = None
+    coded_cosine: Cosine | None = None
+    raw_cosine: Cosine | None = None
+    corrected_cosine: Cosine | None = None
 
 
 class ManifestPointer(_Record):

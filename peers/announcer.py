@@ -55,6 +55,17 @@ class Announcer:
         )
         await self._board.publish(pointer)
 
+    def _measured(self) -> dict[str, float]:
+        """What an anchor has measured of coding and correcting, as far as it is a number."""
+        figures = self._status.anchor
+        names = ("coded_cosine", "raw_cosine", "corrected_cosine")
+        found = {name: getattr(figures, name, None) for name in names}
+        return {
+            name: min(1.0, max(-1.0, value))  # rounding
+            for name, value in found.items()
+            if value is not None and math.isfinite(value)
+        }
+
     async def publish(self) -> None:
         """Renew this peer's record; a failure is logged and the next one tries again."""
         status, trainer, snapshots = self._status.snapshot(), self.trainer, self.snapshots
@@ -77,7 +88,9 @@ class Announcer:
             download_mbps=status["download_mbps"],
             versions=tuple(snapshots.served[-32:]) if snapshots is not None else (),
             priors=self.priors.names if self.priors is not None else (),
+            prior_age=self.priors.age if self.priors is not None else None,
         )
+        record = record.model_copy(update=self._measured())
         try:
             await self._board.publish(record)
         except (TimeoutError, OSError) as error:

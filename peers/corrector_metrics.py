@@ -69,6 +69,9 @@ class CorrectorMetrics:
         self._factor_s = gauge(
             "anchor_factor_seconds", "Anchor: seconds of the last factorisation of its memory"
         )
+        self._prior_bytes = gauge(
+            "anchor_prior_bytes", "Anchor: bytes of the priors of its last pass, over all parts", "kind"
+        )
         for outcome in OUTCOMES:
             self._matrices.labels(outcome)
         for quantile in QUANTILES:
@@ -112,3 +115,5 @@ class CorrectorMetrics:
             if figures[f"{which}_cosine"] is not None:
                 self._gain.labels(which).set(figures[f"{which}_cosine"])
         self._factor_s.set(figures["factor_s"])
+        self._prior_bytes.labels("boundary").set(figures["prior_bytes"])
+        self._prior_bytes.labels("corrector").set(figures["corrector_bytes"])

@@ -149,6 +149,11 @@ class Priors:
         return self._in_force
 
     @property
+    def age(self) -> int | None:
+        """Most steps that a prior in force here is old; None where none is renewed, or nothing is known of them."""
+        return max((age for part in self._renewed() if (age := self._age_of(part)) is not None), default=None)
+
+    @property
     def waited_s(self) -> float:
         """See the class."""
         since = self._lacking_since
@@ -194,6 +199,10 @@ class Priors:
             "waited_s": round(self.waited_s, 3),
         }
 
+    def _renewed(self) -> list[PriorPart]:
+        """The parts whose priors somebody is expected to renew."""
+        return [part for part in self._uses if part.kind == "corrector" or self._has_basis]
+
     def _ref(self, part: PriorPart) -> PriorRef:
         """The prior of a part in the latest plan."""
         return self._in_force[self._parts.index(part)] if self._in_force else PriorRef()
@@ -230,8 +239,7 @@ class Priors:
         if self._in_force:
             ahead = self._manifest.anchors.every if self._trust.is_leaders else AHEAD_STEPS
             self.shelf.forget_beyond(self._step + ahead)
-        renewed = [part for part in self._uses if part.kind == "corrector" or self._has_basis]
-        said = self._age.look(map(self._age_of, renewed), has_anchors=self._trust.has_makers)
+        said = self._age.look(map(self._age_of, self._renewed()), has_anchors=self._trust.has_makers)
         if said is not None:
             self._note(said)
         for part in self._uses:

@@ -22,6 +22,9 @@ Examples:
   swarm-peer status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/Qm...
   swarm-peer status --initial-peers ADDRESS --watch
   swarm-peer status --initial-peers ADDRESS --json | jq .peers
+
+Prior age: how many steps the weights lie back to which a peer's codec (or corrector) was fitted. Below the table
+anchors that hold all stages say what coding does to the gradient, and whether the corrector helps.
 """
 
 WATCH_S = 3.0
@@ -80,7 +83,9 @@ def render(swarm: Mapping[str, Any]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("peer", "stage", "state", "step", "loss", "tokens/s", "up Mbit/s", "down Mbit/s")
+    table = Table(
+        "peer", "stage", "state", "step", "loss", "tokens/s", "up Mbit/s", "down Mbit/s", "prior age"
+    )
     for column in table.columns[3:]:
         column.justify = "right"
 
@@ -97,6 +102,7 @@ def render(swarm: Mapping[str, Any]) -> RenderableType:
             number(peer["tokens_per_s"], "{:,.0f}"),
             number(peer["upload_mbps"], "{:.1f}"),
             number(peer["download_mbps"], "{:.1f}"),
+            number(peer["prior_age"], "{} steps"),
         )
     short = [stage for stage in swarm["stages"] if stage["online"] < swarm["min_replicas"]]
     lines = [
@@ -115,7 +121,23 @@ def render(swarm: Mapping[str, Any]) -> RenderableType:
     elif short:
         missing = ", ".join(f"stage {s['stage']} ({s['online']} of {swarm['min_replicas']})" for s in short)
         lines.append(f"peers wanted: {missing}")
-    return Group(*(Text(line) for line in lines), table)
+    measured = [line for peer in swarm["peers"] if (line := measurements(peer))]
+    return Group(*(Text(line) for line in lines), table, *(Text(line) for line in measured))
+
+
+def measurements(peer: Mapping[str, Any]) -> str:
+    """What an anchor measured in its last pass, in words; "" of a peer that measures nothing."""
+    said = []
+    if peer["coded_cosine"] is not None:
+        said.append(f"coded gradients have a cosine of {peer['coded_cosine']:.3f} with dense ones")
+    if peer["raw_cosine"] is not None and peer["corrected_cosine"] is not None:
+        gain = peer["corrected_cosine"] - peer["raw_cosine"]
+        effect = "helps" if gain > 0.001 else "harms" if gain < -0.001 else "changes nothing"
+        said.append(
+            f"the corrector {effect}: {peer['raw_cosine']:.3f} with a clean gradient before, "
+            f"{peer['corrected_cosine']:.3f} after"
+        )
+    return f"anchor {peer['peer_id'][-8:]}: {'; '.join(said)}" if said else ""
 
 
 async def _show(options: StatusOptions) -> None:

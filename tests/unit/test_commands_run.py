@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from dht.records import PeerRecord
 from peers.checkpoint import CheckpointStore
 from peers.cli import main
 from peers.commands.assembly import choose_version
@@ -391,3 +392,27 @@ def test_status_wants_peers_only_before_the_first_step(
     text = console.file.getvalue()
     assert message in text
     assert ("peers wanted" in text) == (step == 0)
+
+
+def test_status_tells_how_old_priors_are_and_what_an_anchor_measured(manifest: RunManifest) -> None:
+    common: dict[str, Any] = {
+        "run_id": manifest.run_id,
+        "public_key": b"",
+        "incarnation": 1,
+        "state": "online",
+    }
+    records = {
+        "Qm1": PeerRecord.model_construct(
+            **common, peer_id="Qm1", role="stage", stage=1, step=9, prior_age=7
+        ),
+        "Qm2": PeerRecord.model_construct(
+            **common, peer_id="Qm2", role="anchor", coded_cosine=0.41, raw_cosine=0.2, corrected_cosine=0.25
+        ),
+    }
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    console.print(render(describe(manifest, records)))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "7 steps" in text
+    assert "anchor Qm2: coded gradients have a cosine of 0.410 with dense ones" in text
+    assert "the corrector helps: 0.200 with a clean gradient before, 0.250 after" in text

@@ -234,7 +234,10 @@ def test_metrics_follow_the_figures(compute: Any, tmp_path: Path) -> None:
         registry.get_sample_value("swarm_peer_corrector_singular_value", {"quantile": q}) for q in ("0", "1")
     )
     assert lowest is not None and highest is not None and 0 < lowest < highest
-    metrics.take_anchor(dataclasses.asdict(AnchorFigures(coded_cosine=0.5, forward_errors=(0.1, 0.2))))
+    figures = AnchorFigures(coded_cosine=0.5, forward_errors=(0.1, 0.2), prior_bytes=70, corrector_bytes=90)
+    metrics.take_anchor(dataclasses.asdict(figures))
+    for kind, nbytes in (("boundary", 70), ("corrector", 90)):
+        assert registry.get_sample_value("swarm_peer_anchor_prior_bytes", {"kind": kind}) == nbytes
     second = {"boundary": "1", "direction": "forward"}
     assert registry.get_sample_value("swarm_peer_anchor_codec_error", second) == 0.2
 
