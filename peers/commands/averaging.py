@@ -12,8 +12,8 @@ from peers.commands.explain import averaging_bytes
 from peers.compute import trainable_of
 from peers.config import UserError
 from swarm.gradient.averaging import AveragingConfig, build_averaging
-from swarm.gradient.config import check_combination, compressor_config
-from swarm.gradient.outer_config import OUTERS, EveryStepConfig, OuterConfig, interval
+from swarm.gradient.config import PlainConfig, check_combination, compressor_config
+from swarm.gradient.outer_config import OUTERS, EveryStepConfig, LocalStepsConfig, OuterConfig, interval
 from swarm.gradient.robust import RobustConfig
 from swarm.manifest import RunManifest
 from swarm.optim import OptimizerConfig
@@ -120,6 +120,31 @@ def averaging_note(manifest: RunManifest, link_mbps: float) -> str:
         f"({2 * numel / nbytes:.1f}x less than bf16, {4 * numel / nbytes:.1f}x less than fp32), "
         f"{8 * nbytes / (link_mbps * 1e6):.2f} s at {link_mbps:g} Mbit/s (--averaging)"
     )
+
+
+def averaging_warnings(manifest: RunManifest) -> list[str]:
+    """Where a run's averages are known to learn less than they could (docs/averaging.md, "What each costs in loss")."""
+    found, outer = [], manifest.averaging.outer
+    if isinstance(outer, LocalStepsConfig) and outer.momentum:
+        averages = manifest.total_steps // outer.every
+        wanted = round(2 / (1 - outer.momentum))  # until so many the first differences still push on
+        if averages < wanted:
+            times = outer.learning_rate / (1 - outer.momentum)
+            found.append(
+                f"warning: {averages} averages are few for an outer momentum of {outer.momentum:g}: along one "
+                f"difference outer steps add up to {times:.1f} times it, over {wanted} averages; try "
+                f"--outer-options momentum=0.5, or --outer local_sgd"
+            )
+    compressor = manifest.averaging.compressor
+    signs = (
+        isinstance(compressor, PlainConfig) and compressor.codec.name == "sign" and compressor.error_feedback
+    )
+    if signs and manifest.optimizer.name == "adamw":
+        found.append(
+            "warning: signs with error feedback and AdamW learned less than without it, in short runs: try "
+            "--averaging-options error_feedback=false, or --optimizer sgd"
+        )
+    return found
 
 
 def _first(error: ValidationError) -> str:

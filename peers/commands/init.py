@@ -313,7 +313,7 @@ def print_run(console: Console, manifest: RunManifest, run_dir: Path, link_mbps:
     """What was made: run id, stages, bytes of a round and of a token. link_mbps: of the lines that are told of."""
     from rich.table import Table
 
-    from peers.commands.averaging import averaging_note
+    from peers.commands.averaging import averaging_note, averaging_warnings
     from peers.commands.corrector import corrector_notes
     from peers.commands.inspect import boundary_bytes, stage_rows
 
@@ -339,7 +339,8 @@ def print_run(console: Console, manifest: RunManifest, run_dir: Path, link_mbps:
     )
     for note in corrector_notes(manifest):
         console.print(note, markup=False)
-    console.print(averaging_note(manifest, link_mbps), markup=False)
+    for note in (averaging_note(manifest, link_mbps), *averaging_warnings(manifest)):
+        console.print(note, markup=False)
     cost = boundary_bytes(manifest, run_dir / "artifacts")
     if cost is not None:
         console.print(

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from peers.commands.averaging import averaging_config
+from peers.commands.averaging import averaging_config, averaging_warnings
 from peers.commands.init import RunOptions
 from peers.config import UserError
 from swarm.gradient.averaging import AveragingConfig
 from swarm.gradient.config import DGCConfig, PlainConfig, PowerSGDConfig
 from swarm.gradient.outer_config import EveryStepConfig, GossipConfig, LocalStepsConfig
 from swarm.optim import OptimizerConfig
+from tests.unit.test_manifest import manifest
 
 OPTIONS = RunOptions(model="m", stages=2, steps=100)
 ADAMW = OptimizerConfig()
@@ -97,3 +98,26 @@ def test_gasloc_has_options_of_its_own() -> None:
 def test_an_unknown_compressor_in_a_manifest_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"plain.*dgc.*randomk.*powersgd.*scape"):
         AveragingConfig.model_validate({"compressor": {"name": "gzip"}})
+
+
+FEW = "4 averages are few for an outer momentum of 0.9"
+SIGNS = "signs with error feedback and AdamW"
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer", "said"),
+    [
+        ({"outer": "diloco", "outer_every": 10}, ADAMW, FEW),
+        ({"outer": "diloco", "outer_every": 10, "outer_options": ("momentum=0.5",)}, ADAMW, ""),
+        ({"outer": "diloco", "outer_every": 2}, ADAMW, ""),
+        ({"outer": "local_sgd", "outer_every": 10}, ADAMW, ""),
+        ({"averaging": "sign"}, ADAMW, SIGNS),
+        ({"averaging": "sign"}, OptimizerConfig(name="sgd"), ""),
+        ({"averaging": "sign", "averaging_options": ("error_feedback=false",)}, ADAMW, ""),
+    ],
+)
+def test_owner_is_warned_of_averages_that_learn_less(
+    options: dict[str, Any], optimizer: OptimizerConfig, said: str
+) -> None:
+    run = manifest(total_steps=40, averaging=config(optimizer, **options), optimizer=optimizer)
+    assert [said in one for one in averaging_warnings(run)] == ([True] if said else [])
