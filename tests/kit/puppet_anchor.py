@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import os
+import signal
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -38,10 +40,15 @@ R = TypeVar("R")
 
 
 class PuppetAnchor:
-    """Use as a context manager. key: its identity's file. address: of a peer of the run."""
+    """Use as a context manager. key: its identity's file. address: of a peer of the run. upload_mbps: cap of what it
+    serves.
+    """
 
-    def __init__(self, key: Path, address: str, run_dir: Path, folder: Path) -> None:
+    def __init__(
+        self, key: Path, address: str, run_dir: Path, folder: Path, upload_mbps: float | None = None
+    ) -> None:
         self._key, self._address, self._folder = key, address, folder
+        self._traffic = Traffic(upload_mbps, None)
         self._manifest = RunManifest.load(run_dir / "manifest.yaml")
         self._run_dir = run_dir
         self._loop = uvloop.new_event_loop()
@@ -50,6 +57,7 @@ class PuppetAnchor:
         self._board: Noticeboard
         self._server: FileServer
         self._identity: Identity
+        self._daemon: int
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +74,15 @@ class PuppetAnchor:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+    @property
+    def bytes_served(self) -> int:
+        """Of files, so far."""
+        return self._traffic.total("up", "chunk")
+
+    def kill(self) -> None:
+        """End its libp2p daemon with -9: to others it is a machine that has lost its power."""
+        os.kill(self._daemon, signal.SIGKILL)
 
     def arrays(self, boundary: int) -> dict[str, Tensor]:
         """The run's initial arrays of a boundary."""
@@ -135,8 +152,9 @@ class PuppetAnchor:
         self._stack.enter_context(identity.lock())
         p2p = await start_host(identity.path)
         self._stack.push_async_callback(stop_host, p2p)
+        self._daemon = p2p._child.pid
         await connect_peer(p2p, self._address.rpartition("/")[2], [self._address], 10)
-        self._server = FileServer(p2p, Traffic(None, None))
+        self._server = FileServer(p2p, self._traffic)
         self._server.add_run(self._manifest, self._folder)
         await self._server.start()
         self._stack.push_async_callback(self._server.close)

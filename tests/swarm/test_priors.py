@@ -184,3 +184,31 @@ def test_source_that_cannot_get_the_prior_in_force_keeps_nobody_waiting(swarm: S
         still_trains(swarm, 10)
     assert priors(swarm, "0-1")["waited_s"] > 0 and not priors(swarm, "0-1")["counters"].get("fetched")
     assert any("cannot be used" in note and "priors" in note for note in swarm.members["0-1"].notes)
+
+
+@pytest.mark.slow
+def test_anchor_that_is_killed_while_its_prior_is_fetched_stops_nobody(swarm: Swarm, tmp_path: Path) -> None:
+    first, first_id = key(tmp_path, "first")
+    second, second_id = key(tmp_path, "second")
+    run_dir = begin(swarm, (first_id, second_id))
+    near = [name for name in NAMES if name[0] in "01"]
+    with (
+        # Slow enough to be caught in the middle: nobody has the whole file then.
+        PuppetAnchor(first, swarm.address, run_dir, tmp_path / "a", upload_mbps=0.1) as a,
+        PuppetAnchor(second, swarm.address, run_dir, tmp_path / "b") as b,
+    ):
+        data = a.initial(0, 1)
+        lost = a.offer(0, 1, data)
+        wait_for(lambda: a.bytes_served > len(data) // 4, 60.0, "the transfers to be under way", swarm)
+        a.kill()
+        assert a.bytes_served < len(data), "somebody may have it whole"
+        still_trains(swarm)
+        wait_for(counted(swarm, "counters", "refused_hash", near), 90.0, "the broken transfers", swarm)
+        assert not uses(swarm, 0, lost)()
+        assert all(
+            len([note for note in swarm.members[name].notes if f"prior {lost[:12]}" in note]) == 1
+            for name in near
+        ), "said once"
+        good = b.offer(0, 2, b.initial(0, 2))
+        wait_for(uses(swarm, 0, good), 90.0, "the other anchor's prior", swarm)
+        still_trains(swarm)
