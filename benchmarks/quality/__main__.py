@@ -4,6 +4,7 @@
     python -m benchmarks.quality --group quick               # minutes
     python -m benchmarks.quality --group main --threads 1    # start it twice: the two share the rows
     python -m benchmarks.quality --group all --tuned         # at the tuned learning rates
+    python -m benchmarks.quality --group all --compute bf16  # 3 times as fast on processors that have it
     python -m benchmarks.quality report                      # docs/quality.md and its plots
 
 Finished rows are lines of the journal and are not run again; an interrupted row goes on from its checkpoint.
@@ -44,7 +45,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tuned", action="store_true", help="learning rates that --group tune found best")
     parser.add_argument(
-        "--compute", choices=("fp32", "bf16"), default="fp32", help="number format of the stages"
+        "--compute",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="number format of the stages; the report has sections of both",
     )
     parser.add_argument(
         "--codec",
@@ -118,16 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     journal = Journal(options.journal)
     try:
-        rates = learning_rates(journal.records(), is_tuned=options.tuned)
-    except ValueError as error:
-        console.print(f"error: {error}", markup=False)
-        return 2
-    if options.action == "report":
-        from benchmarks.quality.report import write_report
+        if options.action == "report":
+            from benchmarks.quality.report import rates_of, write_report
 
-        write_report(journal, rates, options.output, console)
-        return 0
-    try:
+            write_report(journal, rates_of(journal.records()), options.output, console)
+            return 0
+        rates = learning_rates(journal.records(), is_tuned=options.tuned, compute=options.compute)
         found = list(
             entries(
                 tuple(options.group),

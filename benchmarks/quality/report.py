@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from benchmarks.quality.config import RowConfig
 from benchmarks.quality.journal import Journal
@@ -18,12 +18,17 @@ from benchmarks.quality.prediction import (
 )
 from benchmarks.quality.rows import DENSE, GROUPS, Entry, Family, Row, entries
 from benchmarks.quality.runner import payload_bytes_of, share_recovered
+from benchmarks.quality.tuning import learning_rates
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 BEGIN, END = "<!-- figures: python -m benchmarks.quality report -->", "<!-- end of figures -->"
 PAGE = "quality.md"
+
+Compute = Literal["bf16", "fp32"]
+Rates = Mapping[Compute, Mapping[Family, float]]
+"""Learning rates of the rows that are shown in groups, by the number format of their stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +57,23 @@ class Line:
         return self.entries[0].config
 
 
+def rates_of(records: Mapping[str, Mapping[str, Any]]) -> Rates:
+    """The tuned learning rates of each number format whose group `tune` is done, else the default ones."""
+    found: dict[Compute, Mapping[Family, float]] = {}
+    for compute in get_args(Compute):
+        try:
+            found[compute] = learning_rates(records, is_tuned=True, compute=compute)
+        except ValueError:
+            found[compute] = learning_rates(records, is_tuned=False)
+    return found
+
+
 def lines_of(
-    group: str, records: Mapping[str, Mapping[str, Any]], rates: Mapping[Family, float]
+    group: str, records: Mapping[str, Mapping[str, Any]], rates: Mapping[Family, float], compute: Compute
 ) -> list[Line]:
     """The finished rows of a group, in declared order, seeds together."""
     found: dict[tuple[str, str], Line] = {}
-    for each in entries((group,), rates):
+    for each in entries((group,), rates, compute=compute):
         record = records.get(each.config.key)
         if record is None:
             continue
@@ -70,9 +86,7 @@ def lines_of(
     return list(found.values())
 
 
-def other_lines(
-    records: Mapping[str, Mapping[str, Any]], rates: Mapping[Family, float], known: set[str]
-) -> list[Line]:
+def other_lines(records: Mapping[str, Mapping[str, Any]], rates: Rates, known: set[str]) -> list[Line]:
     """Finished rows that no group declares: other steps, seeds or options. known: keys of those that are declared."""
     found: dict[str, Line] = {}
     for key, record in records.items():
@@ -86,7 +100,7 @@ def other_lines(
                 "anchors": None,
                 "dense_every": 0,
                 "revision": 0,
-                "learning_rate": rates["dense"],
+                "learning_rate": rates[config.compute]["dense"],
             }
         )
         row = Row(record["row"], record["says"], "dense", config.codec)
@@ -146,15 +160,16 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def figures(
-    records: Mapping[str, Mapping[str, Any]], rates: Mapping[Family, float], plots: Sequence[str]
-) -> str:
-    """All that is generated: a section for each group that has finished rows."""
+def figures(records: Mapping[str, Mapping[str, Any]], rates: Rates, plots: Sequence[str]) -> str:
+    """All that is generated: a section for each group and number format that has finished rows."""
     parts: list[str] = []
     known: set[str] = set()
-    for name, group in GROUPS.items():
-        known |= {each.config.key for each in entries((name,), rates)}
-        parts += _section(f"Group `{name}`: {group.says}", lines_of(name, records, rates), name, plots)
+    for compute, its_rates in rates.items():
+        for name, group in GROUPS.items():
+            known |= {each.config.key for each in entries((name,), its_rates, compute=compute)}
+            title = f"Group `{name}`, computed in {compute}: {group.says}"
+            lines = lines_of(name, records, its_rates, compute)
+            parts += _section(title, lines, f"{name}-{compute}", plots)
     parts += _section("Other rows", other_lines(records, rates, known), "other", plots)
     if not parts:
         parts.append("No row is finished yet.\n")
@@ -189,7 +204,7 @@ def _correction(line: Line) -> str:
     )
 
 
-def write_report(journal: Journal, rates: Mapping[Family, float], output: Path, console: Console) -> None:
+def write_report(journal: Journal, rates: Rates, output: Path, console: Console) -> None:
     """Write the figures into `output`/quality.md, between its marks, and the plots into `output`/img.
 
     Plots are left out, and that is said, where matplotlib is not installed. Raises ValueError for a page whose marks
@@ -203,8 +218,10 @@ def write_report(journal: Journal, rates: Mapping[Family, float], output: Path, 
         plots: list[str] = []
     else:
         plots = []
-        for name in GROUPS:
-            plots += draw(name, lines_of(name, records, rates), output / "img")
+        for compute, its_rates in rates.items():
+            for name in GROUPS:
+                lines = lines_of(name, records, its_rates, compute)
+                plots += draw(f"{name}-{compute}", lines, output / "img")
     page = output / PAGE
     text = page.read_text(encoding="utf-8") if page.is_file() else f"# Quality\n\n{BEGIN}\n{END}\n"
     if text.count(BEGIN) != 1 or text.count(END) != 1:

@@ -18,7 +18,7 @@ from benchmarks.quality.journal import Journal, claim
 from benchmarks.quality.prediction import bytes_per_stage, step_seconds
 from benchmarks.quality.prepare import prepare, restrict_vocabulary_
 from benchmarks.quality.recording import Recording
-from benchmarks.quality.report import BEGIN, END, write_report
+from benchmarks.quality.report import BEGIN, END, rates_of, write_report
 from benchmarks.quality.rows import DENSE, GROUPS, SWEEPS, Entry, Row, entries, entry
 from benchmarks.quality.runner import record_of, run_entries, share_recovered
 from benchmarks.quality.simulate import Course, Seconds, simulate
@@ -113,6 +113,7 @@ def test_tuned_rates_come_from_the_tune_group_or_are_refused() -> None:
         loss = 2.0 if each.config.learning_rate == best[each.row.family] else 3.0
         records[each.config.key] = {"curve": [[0, 4.0], [40, loss]]}
     assert learning_rates(records, is_tuned=True) == best
+    assert rates_of(records)["fp32"] == best and rates_of(records)["bf16"] == rates_of({})["fp32"]
     assert set(learning_rates({}, is_tuned=False).values()) == {DEFAULT_RATE}
     with pytest.raises(ValueError, match="--group tune"):
         learning_rates({}, is_tuned=True)
@@ -340,7 +341,7 @@ def test_the_report_replaces_its_figures_and_nothing_else(
     page = tmp_path / "docs" / "quality.md"
     page.parent.mkdir()
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
-    write_report(journal, RATES, page.parent, Console(quiet=True))
+    write_report(journal, rates_of(journal.records()), page.parent, Console(quiet=True))
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     [line] = [each for each in text.splitlines() if each.startswith("| `basis-90`")]
@@ -357,13 +358,21 @@ def test_the_report_replaces_its_figures_and_nothing_else(
     )
     course = Course(curve={0: 4.0, 20: 2.2}, wire=WireBytes(forward=50, gradient=50))
     journal.append(record_of(extra, course, threads=1, rows={}))
-    write_report(journal, RATES, page.parent, Console(quiet=True))
+    write_report(journal, rates_of(journal.records()), page.parent, Console(quiet=True))
     text, others = page.read_text().split("Other rows")
     assert text.startswith(f"above\n{BEGIN}") and others.endswith("below\n")
     assert (
         "| `basis-90+prediction=none,lateness=2` | manpages-de | 0.0003 | 20 | 2.200 | 90.0% | 90.0% |"
         in others
     )
+    # Another number format has a section, and a dense row, of its own.
+    [other] = entries(("main",), RATES, seeds=(0,), steps=20, only=("basis-90",), compute="bf16")
+    journal.append(record_of(other, course, threads=1, rows={}))
+    write_report(journal, rates_of(journal.records()), page.parent, Console(quiet=True))
+    bf16, fp32 = page.read_text().split("Group `main`, computed in fp32")
+    assert "Group `main`, computed in bf16" in bf16
+    assert "| `basis-90` | manpages-de | 0.0003 | 20 | 2.200 |  |  |" in bf16
+    assert "2.500 / 2.500 | 75.0% / 75.0% | 75.0% | 0.0 | 10.0%" in fp32
     page.write_text("no marks")
     with pytest.raises(ValueError, match="needs one line"):
-        write_report(journal, RATES, page.parent, Console(quiet=True))
+        write_report(journal, rates_of(journal.records()), page.parent, Console(quiet=True))
