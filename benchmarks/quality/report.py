@@ -179,8 +179,8 @@ def figures(records: Mapping[str, Mapping[str, Any]], rates: Rates, plots: Seque
 
 
 def _section(title: str, lines: Sequence[Line], name: str, plots: Sequence[str]) -> list[str]:
-    """Title, table, what the rows are, and plots; nothing without lines."""
-    if not lines:
+    """Title, table, what the rows are, and plots; nothing if there is nothing to compare with dense."""
+    if all(line.name == DENSE.name for line in lines):
         return []
     base = [f"{line.domain} {line.records[0]['curve'][0][1]:.3f}" for line in lines]
     return [
