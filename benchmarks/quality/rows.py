@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from benchmarks.quality.config import AnchorPlan, RowConfig
 
-Family = Literal["dense", "mask", "basis"]
-"""Whose tuned learning rate a row takes."""
+Family = Literal["dense", "mask", "basis-80", "basis-90", "basis-95"]
+"""Whose tuned learning rate a row takes: codec basis of other mask ratios that of the nearest one."""
 
 LEARNING_RATES = (1.5e-4, 3e-4, 6e-4)
 """What `--group tune` tries; the second is the one of docs/method.md, which all rows take unless told otherwise."""
@@ -92,7 +92,7 @@ def _basis(
         name or f"basis-{ratio:g}",
         says
         or f"prior-coded, {100 - ratio:g}% of the bytes, predicted from token ids, anchors' priors 5 steps late",
-        "basis",
+        "basis-80" if ratio < 85 else "basis-90" if ratio < 93 else "basis-95",
         {"name": "basis", "mask_ratio": ratio, "prediction": "context", **(codec or {})},
         anchors=anchors,
         **more,
@@ -120,11 +120,13 @@ def _tuned(row: Row, rate: float) -> Row:
     )
 
 
-DENSE, MASK_95, BASIS_95 = _dense(), _mask(95), _basis(95)
+DENSE, MASK_95, BASIS_80, BASIS_90, BASIS_95 = _dense(), _mask(95), _basis(80), _basis(90), _basis(95)
 
-MAIN = (DENSE, _basis(80), _basis(90), BASIS_95, MASK_95, _mask_corrected(95))
+MAIN = (DENSE, BASIS_80, BASIS_90, BASIS_95, MASK_95, _mask_corrected(95))
 
-TUNE = tuple(_tuned(row, rate) for rate in LEARNING_RATES for row in (DENSE, MASK_95, BASIS_95))
+TUNE = tuple(
+    _tuned(row, rate) for rate in LEARNING_RATES for row in (DENSE, MASK_95, BASIS_95, BASIS_90, BASIS_80)
+)
 
 CORE = (
     *(row for ratio in (90, 95, 99) for row in (_mask(ratio), _mask_corrected(ratio))),
@@ -260,7 +262,7 @@ def _quick(row: Row) -> Row:
     return Row(row.name, row.says, row.family, codec, row.corrector, anchors, options=QUICK_OPTIONS)
 
 
-QUICK = tuple(_quick(row) for row in (DENSE, _basis(90), MASK_95))
+QUICK = tuple(_quick(row) for row in (DENSE, BASIS_90, MASK_95))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,7 @@ GROUPS = {
     "staleness": Group(
         (DENSE, *STALENESS), ("manpages-de",), (0,), 80, "refresh interval K at equal lateness"
     ),
-    "domains": Group((DENSE, _basis(90), BASIS_95), ("perl", "c-headers"), (0,), 80, "other domains"),
+    "domains": Group((DENSE, BASIS_90, BASIS_95), ("perl", "c-headers"), (0,), 80, "other domains"),
     "quick": Group(QUICK, ("python",), (0,), 16, "minutes: three rows on the standard library's sources"),
 }
 
@@ -317,7 +319,7 @@ def entry(
             corrector=dict(which.corrector),
             anchors=which.anchors,
             dense_every=which.dense_every,
-            revision=BASIS_REVISION if which.family == "basis" else 0,
+            revision=BASIS_REVISION if which.codec["name"] == "basis" else 0,
             learning_rate=which.learning_rate or rates[which.family],
             **{"warmup_steps": min(8, max(1, taken // 5)), **which.options, **fields},
         )
@@ -331,8 +333,8 @@ def changed(row: Row, codec: Mapping[str, Any], anchors: Mapping[str, Any]) -> R
 
     Raises ValidationError for a plan with such a field.
     """
-    has_plan = row.anchors is not None
-    changes = {**(codec if row.family == "basis" else {}), **(anchors if has_plan else {})}
+    has_plan, is_basis = row.anchors is not None, row.codec["name"] == "basis"
+    changes = {**(codec if is_basis else {}), **(anchors if has_plan else {})}
     if not changes:
         return row
     plan = AnchorPlan.model_validate({**row.anchors.model_dump(), **anchors}) if row.anchors else None
@@ -341,7 +343,7 @@ def changed(row: Row, codec: Mapping[str, Any], anchors: Mapping[str, Any]) -> R
         row,
         name=f"{row.name}+{shown}",
         says=f"{row.says}; {shown}",
-        codec={**row.codec, **codec} if row.family == "basis" else row.codec,
+        codec={**row.codec, **codec} if is_basis else row.codec,
         anchors=plan,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from benchmarks.quality.prediction import bytes_per_stage, step_seconds
 from benchmarks.quality.prepare import prepare, restrict_vocabulary_
 from benchmarks.quality.recording import Recording
 from benchmarks.quality.report import BEGIN, END, rates_of, write_report
-from benchmarks.quality.rows import DENSE, GROUPS, SWEEPS, Entry, Row, entries, entry
+from benchmarks.quality.rows import DENSE, GROUPS, SWEEPS, Entry, Family, Row, entries, entry
 from benchmarks.quality.runner import record_of, run_entries, share_recovered
 from benchmarks.quality.simulate import Course, Seconds, simulate
 from benchmarks.quality.tuning import DEFAULT_RATE, learning_rates
@@ -29,7 +29,7 @@ from swarm.data.order import samples_from_far_end, samples_of_step
 from swarm.reference import ReferenceTrainer
 from tests.kit.tiny import write_model, write_texts
 
-RATES = {"dense": 3e-4, "mask": 3e-4, "basis": 3e-4}
+RATES: dict[Family, float] = dict.fromkeys(get_args(Family), 3e-4)
 BASIS = {"name": "basis", "mask_ratio": 80, "calibration_microbatches": 8, "token_classes": 2}
 PLAN = AnchorPlan(microbatches=2, snapshot_every=3, early_snapshots=(1,))
 LEADERS = AnchorPlan(source="leaders", window=200, snapshot_every=2, early_snapshots=(), lateness=1)
@@ -108,7 +108,7 @@ def test_rows_take_their_familys_rate_and_their_gain_is_compared_at_equal_rates(
 
 def test_tuned_rates_come_from_the_tune_group_or_are_refused() -> None:
     records = {}
-    best = {"dense": 6e-4, "mask": 1.5e-4, "basis": 3e-4}
+    best = {"dense": 6e-4, "mask": 1.5e-4, "basis-80": 6e-4, "basis-90": 3e-4, "basis-95": 1.5e-4}
     for each in entries(("tune",), RATES):
         loss = 2.0 if each.config.learning_rate == best[each.row.family] else 3.0
         records[each.config.key] = {"curve": [[0, 4.0], [40, loss]]}
