@@ -70,7 +70,9 @@ class StageWorker:
         self._ready: dict[str, Link] = {}
         self._ready_from: dict[str, int] = {}
         self._left_out: dict[str, tuple[int, int]] = {}
-        self.codec_bytes = {"forward": 0, "gradient": 0, "ids": 0, "tokens": 0, "dense_positions": 0}
+        self.codec_bytes = dict.fromkeys(
+            ("forward", "gradient", "ids", "tokens", "gradient_tokens", "dense_positions"), 0
+        )
         injector.testify(self._testimony)
 
     def _testimony(self) -> dict[str, Any]:
@@ -312,6 +314,7 @@ class StageWorker:
         }
         payload = pack_tensors(entry.gradient.values())
         self.codec_bytes["gradient"] += sum(part.nbytes for part in payload)
+        self.codec_bytes["gradient_tokens"] += entry.work.batch.tokens
         self._tasks.create_task(self._send_bulk(link, Kind.GRADIENT, header, payload, "after_gradient"))
 
     async def _send_bulk(

@@ -170,6 +170,8 @@ class StatusBoard:
         forward = sent["forward"] + sent["dense_positions"] + sent["ids"]
         if forward:
             metrics.compression("forward", 2 * hidden_size * sent["tokens"] / forward)
+        if sent["gradient"]:
+            metrics.compression("gradient", 2 * hidden_size * sent["gradient_tokens"] / sent["gradient"])
 
     def _grown(self, name: str, value: float) -> float:
         """By how much a counter has grown since it was last looked at."""

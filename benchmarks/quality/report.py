@@ -173,8 +173,7 @@ def figures(records: Mapping[str, Mapping[str, Any]], rates: Rates, plots: Seque
     parts += _section("Other rows", other_lines(records, rates, known), "other", plots)
     if not parts:
         parts.append("No row is finished yet.\n")
-    commits = sorted({str(record["versions"]["commit"]) for record in records.values()})
-    parts.append(f"Journal: {len(records)} finished rows, of {', '.join(commits) or 'no commit'}.")
+    parts.append(f"Journal: {len(records)} finished rows.")
     return "\n".join(parts)
 
 

@@ -254,7 +254,7 @@ class InitOptions(RunOptions):
     """Create a run."""
 
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """Folder to make; must not exist, except to grant or revoke anchors."""
+    """Folder to make: new, or empty; an existing run to explain it, or to grant or revoke its anchors."""
 
     grant_anchor: tuple[str, ...] = ()
     """Name these peer ids as anchors of the existing run in RUN_DIR, after those it has (needs its owner.key)."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +48,17 @@ def test_bytes_are_those_traffic_counted() -> None:
     assert found["swarm_peer_frames_total"][("direction", "up"), ("kind", "forward")] == 2
     assert found["swarm_peer_frames_total"][("direction", "down"), ("kind", "gradient")] == 0
     assert dict(traffic.frames) == {("up", "forward"): 2, ("down", "chunk"): 1}  # a scrape adds nothing
+
+
+def test_the_page_of_metrics_lists_what_there_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(swarm_peer_\w+)` \| (\w+) \| ([^|]*) \|", page, flags=re.MULTILINE)
+    families = list(Metrics(Traffic(5, 5)).registry.collect())
+    assert [name.removesuffix("_total") for name, _, _ in listed] == [family.name for family in families]
+    for (name, kind, labels), family in zip(listed, families, strict=True):
+        assert kind == ("gauge" if family.type == "stateset" else family.type), name
+        seen = {label for sample in family.samples for label in sample.labels} - {"le", name}
+        assert seen <= set(re.findall(r"`(\w+)`", labels)), name
 
 
 def test_no_remote_text_becomes_a_label() -> None:
