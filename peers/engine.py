@@ -14,22 +14,25 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from enum import IntEnum
 from typing import Any, TypeVar
 
 R = TypeVar("R")
 
 
-class JobPriority:
+class JobPriority(IntEnum):
     """Order of jobs; smaller runs first."""
 
     ROUND = 0
     BACKWARD = 1
     FORWARD = 2
-    BACKGROUND = 3
 
 
 class Engine:
-    """Runs jobs in the thread that calls `run`. Submit from any thread."""
+    """Runs jobs in the thread that calls `run`. Submit from any thread.
+
+    worked_s: seconds at work, by the jobs' priority; idle_s: without a job.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], Any] | None, Future[Any]]] = (
@@ -37,15 +40,20 @@ class Engine:
         )
         self._order = itertools.count()
         self._stopped = threading.Event()
-        self.busy_s = 0.0
+        self.worked_s = dict.fromkeys(JobPriority, 0.0)
         self.idle_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds at work."""
+        return sum(self.worked_s.values())
 
     @property
     def depth(self) -> int:
         """Jobs that wait."""
         return self._jobs.qsize()
 
-    def submit(self, priority: int, job: Callable[..., R], *arguments: Any) -> asyncio.Future[R]:
+    def submit(self, priority: JobPriority, job: Callable[..., R], *arguments: Any) -> asyncio.Future[R]:
         """Queue a job and await its result in the running loop. Its exception is raised at the await.
 
         After `stop` the job is cancelled at once.
@@ -66,7 +74,7 @@ class Engine:
         """Run jobs until `stop`. Call in the main thread."""
         while not self._stopped.is_set():
             waited = time.perf_counter()
-            _, _, job, future = self._jobs.get()
+            priority, _, job, future = self._jobs.get()
             started = time.perf_counter()
             self.idle_s += started - waited
             if job is not None and future.set_running_or_notify_cancel():
@@ -74,6 +82,6 @@ class Engine:
                     future.set_result(job())
                 except BaseException as error:
                     future.set_exception(error)
-            self.busy_s += time.perf_counter() - started
+                self.worked_s[JobPriority(priority)] += time.perf_counter() - started
         while not self._jobs.empty():
             self._jobs.get_nowait()[3].cancel()

@@ -26,8 +26,8 @@ from swarm.gradient.robust import Refusal
 
 State = Literal["joining", "syncing", "online", "draining", "offline"]
 Outcome = Literal["done", "replayed", "refused", "duplicate", "lost"]
-Work = Literal["forward", "backward", "codec", "optimizer", "averaging"]
-Queue = Literal["forward", "gradient", "early", "jobs"]
+Work = Literal["forward", "backward", "round"]
+Queue = Literal["jobs", "microbatches"]
 RoundResult = Literal["committed", "failed"]
 RoundReason = Literal[
     "none",
@@ -134,13 +134,19 @@ class Metrics:
             registry=registry,
         )
         self._work_seconds = Counter(
-            "swarm_peer_compute_seconds", "Seconds spent computing", ["work"], registry=registry
+            "swarm_peer_compute_seconds",
+            "Seconds spent computing: forwards and backwards with their coding, and rounds with the optimizer's step",
+            ["work"],
+            registry=registry,
         )
         self._idle_seconds = Counter(
             "swarm_peer_idle_seconds", "Seconds the stage had nothing to compute", registry=registry
         )
         self._queue_depth = Gauge(
-            "swarm_peer_queue_depth", "Entries waiting in a queue", ["queue"], registry=registry
+            "swarm_peer_queue_depth",
+            "Jobs that wait for the compute thread, and microbatches that are held and not done",
+            ["queue"],
+            registry=registry,
         )
         self._compression = Gauge(
             "swarm_peer_compression_ratio",

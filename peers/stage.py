@@ -250,7 +250,7 @@ class StageWorker:
             injector.hit("after_backward", entry.key.step)
             self.run(self.core.on_backward_done(entry, result[0], None, time.monotonic()))
 
-    async def _submit(self, priority: int, job: Callable[..., Any], *arguments: Any) -> None:
+    async def _submit(self, priority: JobPriority, job: Callable[..., Any], *arguments: Any) -> None:
         await self._engine.submit(priority, job, *arguments)
 
     def _work(self, entry: items.Entry, plan: Plan | None) -> Work:

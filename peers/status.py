@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
 
 from dht.records import Role
 from peers.anchor_figures import AnchorFigures
-from peers.engine import Engine
+from peers.engine import Engine, JobPriority
 from peers.lifecycle import Lifecycle
 from peers.links import Links
-from peers.metrics import Metrics
+from peers.metrics import Metrics, Work
 from peers.priors import Priors
 from peers.traffic import Traffic
 from peers.trainer import Trainer
 from swarm.manifest import RunManifest
+
+WORK: Mapping[JobPriority, Work] = {
+    JobPriority.FORWARD: "forward",
+    JobPriority.BACKWARD: "backward",
+    JobPriority.ROUND: "round",
+}
 
 
 class StatusBoard:
@@ -120,6 +127,9 @@ class StatusBoard:
         if status["tokens_per_s"] is not None:
             metrics.tokens_per_second.set(status["tokens_per_s"])
         metrics.queue_depth("jobs", self._engine.depth)
+        for priority, seconds in self._engine.worked_s.items():
+            work: Work = WORK[priority]
+            metrics.worked(work, self._grown(f"worked/{work}", seconds))
         metrics.idled(self._grown("idle", self._engine.idle_s))
         metrics.tokens.inc(self._grown("tokens", status["tokens_done"]))
         metrics.microbatch("done", int(self._grown("done", status["microbatches_done"])))
@@ -130,6 +140,7 @@ class StatusBoard:
             metrics.corrector.take_anchor(status["anchor"])
         if trainer is None:
             return
+        metrics.queue_depth("microbatches", trainer.worker.core.in_flight)
         if trainer.progress.gradient_norm is not None:
             metrics.gradient_norm.set(trainer.progress.gradient_norm)
         if status["priors"] is not None:

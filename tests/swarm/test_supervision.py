@@ -100,6 +100,11 @@ def test_killed_daemon_is_restarted_and_the_stage_trains_on(swarm: Swarm) -> Non
     assert metric(victim, "swarm_peer_host_restarts_total") == 1
     wait_for(lambda: metric(victim, "swarm_peer_known_peers") == 5, 30.0, "all to be known", swarm)
     assert 0 <= metric(victim, "swarm_peer_loop_lag_recent_max_seconds") < 30
+    first = swarm.members["other-0"]
+    for member, work in ((first, "forward"), (first, "backward"), (victim, "forward"), (victim, "round")):
+        assert metric(member, f'swarm_peer_compute_seconds_total{{work="{work}"}}') > 0, (member.name, work)
+    for member, way in ((first, "forward"), (victim, "gradient"), (victim, "averaging")):
+        assert metric(member, f'swarm_peer_compression_ratio{{way="{way}"}}') > 0.4, (member.name, way)
 
     daemon = daemon_of(victim)
     assert daemon is not None and runtime_of(daemon) == runtime and runtime.exists()

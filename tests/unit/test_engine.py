@@ -46,16 +46,15 @@ def test_rounds_go_before_backwards_before_forwards_each_in_order() -> None:
             engine.submit(priority, ran.append, f"{name}{number}")
             for number in range(2)
             for name, priority in (
-                ("background", JobPriority.BACKGROUND),
                 ("forward", JobPriority.FORWARD),
                 ("backward", JobPriority.BACKWARD),
                 ("round", JobPriority.ROUND),
             )
         ]
-        assert engine.depth == 8
+        assert engine.depth == 6
         with running(engine):
             await asyncio.gather(*jobs)
-        names = ("round", "backward", "forward", "background")
+        names = ("round", "backward", "forward")
         assert ran == [f"{name}{number}" for name in names for number in range(2)]
 
     run(scenario)
@@ -101,7 +100,7 @@ def test_stop_ends_the_engine_after_the_job_at_hand_and_cancels_the_rest() -> No
             return "done"
 
         at_hand = engine.submit(JobPriority.FORWARD, long)
-        waiting = engine.submit(JobPriority.ROUND + 5, lambda: "never")
+        waiting = engine.submit(JobPriority.FORWARD, lambda: "never")
         with running(engine):
             await asyncio.to_thread(begun.wait, 5)
             engine.stop()
@@ -119,5 +118,6 @@ def test_busy_and_idle_time_add_up() -> None:
             await asyncio.sleep(0.05)
             await engine.submit(JobPriority.FORWARD, lambda: threading.Event().wait(0.05))
         assert engine.busy_s >= 0.045 and engine.idle_s >= 0.03
+        assert engine.worked_s[JobPriority.FORWARD] == engine.busy_s
 
     run(scenario)
