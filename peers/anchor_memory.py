@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -32,13 +33,21 @@ Offer = Callable[[int, PriorPart, bytes], Awaitable[None]]
 """Serves a prior of a version and says so."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The last prior of a stage. step: version of the weights behind its newest gradient. seconds: of factoring."""
+
+    step: int
+    nbytes: int
+    seconds: float
+
+
 class AnchorMemory:
     """See the module. Lives in the communication loop; arithmetic and disk in threads.
 
     config: the run's corrector. targets: the matrices of each of the anchor's stages, by stage. offer: called for
     each stage whose prior is ready. note: for what people should know.
-    factor_s: seconds of the last factorisation, over all stages. prior_bytes: of its files. skipped: passes that
-    were not factored, since a later one had ended.
+    skipped: passes that were not factored, since a later one had ended.
     """
 
     def __init__(
@@ -51,7 +60,7 @@ class AnchorMemory:
         offer: Offer,
         note: Callable[[str], None],
     ) -> None:
-        self.factor_s, self.prior_bytes, self.skipped = 0.0, 0, 0
+        self.skipped = 0
         self._config, self._run_id, self._seed = config, manifest.run_id, manifest.seed
         self._targets = {stage: dict(shapes) for stage, shapes in targets.items()}
         self._directory, self._offer, self._note = directory, offer, note
@@ -60,7 +69,7 @@ class AnchorMemory:
             for stage, shapes in self._targets.items()
         }
         self._factors: dict[int, dict[str, Factors]] = {}
-        self._version = 0
+        self._made: dict[int, _Made] = {}
         self._task: asyncio.Task[None] | None = None
         self._next: int | None = None
         self._whole = asyncio.Lock()  # held while a pass's gradients are taken, matrix by matrix
@@ -79,14 +88,24 @@ class AnchorMemory:
         """Clean gradients of single matrices that were not taken."""
         return sum(sum(memory.refused.values()) for memory in self._memories.values())
 
+    @property
+    def factor_s(self) -> float:
+        """Seconds of the last factorisation of each stage, in all."""
+        return sum(made.seconds for made in self._made.values())
+
+    @property
+    def prior_bytes(self) -> int:
+        """Of the last prior of each stage, in all."""
+        return sum(made.nbytes for made in self._made.values())
+
     def correctors(self) -> list[Corrector] | None:
         """The correctors of the last priors, by stage; None before the first ones."""
-        if set(self._factors) != set(self._targets):
+        if set(self._made) != set(self._targets):
             return None
         return [
             build_corrector(
                 self._config,
-                prior=SpectralPrior(stage, 0, self._version, self._factors[stage]),
+                prior=SpectralPrior(stage, 0, self._made[stage].step, self._factors[stage]),
                 shapes=dict(shapes),
             )
             for stage, shapes in self._targets.items()
@@ -135,8 +154,8 @@ class AnchorMemory:
 
     async def _work(self) -> None:
         while self._next is not None:
-            version, self._next = self._next, None
-            self.prior_bytes, seconds = 0, 0.0
+            self._next = None
+            done: list[_Made] = []
             for stage, memory in self._memories.items():
                 async with self._whole:  # a later pass may have been taken meanwhile, or is being taken
                     matrices, step = memory.matrices, memory.source_step
@@ -146,7 +165,7 @@ class AnchorMemory:
                 began = time.monotonic()
                 try:
                     factors = await asyncio.to_thread(self._factorise, stage, matrices)
-                    seconds += time.monotonic() - began
+                    seconds = time.monotonic() - began
                     self._factors[stage] = factors
                     prior = SpectralPrior(stage, 0, step, factors)  # the plan that puts it in force counts
                     data = await asyncio.to_thread(encode_spectral_prior, prior)
@@ -156,13 +175,15 @@ class AnchorMemory:
                     # RuntimeError: what torch raises for a decomposition that does not converge.
                     self._say_failed(stage, error)
                     continue
-                self.prior_bytes += len(data)
+                self._made[stage] = _Made(step, len(data), seconds)
+                done.append(self._made[stage])
                 self._failing.discard(stage)
-            self._version, self.factor_s = version, seconds
-            self._note(
-                f"corrector's priors of version {version}: {self.prior_bytes / 1e6:.1f} MB, factored in "
-                f"{seconds:.1f} s"
-            )
+            if done:  # else all was factored with the pass before, or nothing could be
+                self._note(
+                    f"corrector's priors of version {max(made.step for made in done)}: "
+                    f"{sum(made.nbytes for made in done) / 1e6:.1f} MB, factored in "
+                    f"{sum(made.seconds for made in done):.1f} s"
+                )
 
     def _say_failed(self, stage: int, error: BaseException) -> None:
         """Once, until it goes well again: the next pass is likely to fail the same way."""

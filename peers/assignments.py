@@ -7,7 +7,7 @@ runs a slot runs the same samples under the same keys.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from peers.frames import Frame, FrameError, Kind, need, need_count, need_texts
 from peers.link import Link
@@ -51,19 +51,18 @@ class Assignments:
         if (early := self._early.pop(plan.digest(), None)) is not None:
             self._take(plan, *early)
 
-    def reassign(self, plan: Plan, living: Sequence[str], fenced: Collection[str] = ()) -> None:
-        """As lead source, give the slots of sources that are not able (lost, fenced) to the others, and tell them."""
-        able = [source for source in living if source not in fenced]
+    def reassign(self, plan: Plan, able: Sequence[str]) -> None:
+        """As lead source, give the slots of sources that are not able (lost, fenced) to those that are, and say so."""
         if any(source not in able for source in self._sources):
             self._give(plan, able)
 
-    def recover(self, plan: Plan, living: Sequence[str], fenced: Collection[str] = ()) -> None:
-        """As lead source, have every slot run, whoever believes that it is done or somebody else's.
+    def recover(self, plan: Plan, able: Sequence[str]) -> None:
+        """As lead source, have every slot run by those able to, whoever believes that it is done or somebody else's.
 
         For keys that nobody's ledger holds although their source lives: it began anew in the middle of the step,
         or two peers took themselves for the lead source. What a source has run before it does not run again.
         """
-        self._give(plan, [source for source in living if source not in fenced])
+        self._give(plan, able)
 
     def _give(self, plan: Plan, able: Sequence[str]) -> None:
         if plan.digest() != self._plan or not able:

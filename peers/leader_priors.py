@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -167,48 +167,46 @@ class LeaderPriors:
     async def _make(self, boundary: int, step: int, kept: list[KeptRows]) -> None:
         """Fetch, fit and offer. What goes wrong is said once."""
         senders = [peer for peer in self._voting(boundary) if self._is_linked(peer)][:MOST_SENDERS]
-        wanted = frozenset(name for one in kept for name in one.names())
+        wanted = {name for one in kept for name in one.names()}
         try:
-            async with asyncio.timeout(FETCH_S):
-                received = await asyncio.gather(
-                    *(self._fetch(boundary, step, peer, wanted) for peer in senders)
-                )
+            received = await asyncio.gather(*(self._fetch(boundary, step, peer, wanted) for peer in senders))
             data = await asyncio.to_thread(self._fit, boundary, step, [r for r in received if r], kept)
             await self._offers.offer(step, PriorPart("boundary", boundary), data)
-        except TimeoutError:
-            self._say_failed(f"no prior of boundary {boundary} at step {step}: its rows did not come in time")
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
             # RuntimeError: what torch raises for a decomposition that does not converge.
             why = str(error) or type(error).__name__
             self._say_failed(f"no prior of boundary {boundary} at step {step}: {why}")
 
     async def _fetch(
-        self, boundary: int, step: int, peer: str, wanted: Collection[tuple[int, int, int]]
+        self, boundary: int, step: int, peer: str, wanted: set[tuple[int, int, int]]
     ) -> dict[str, Tensor] | None:
-        """A sender's rows with these names; None if it has none, or none that can be used."""
+        """A sender's rows with these names, which are wanted of nobody else then: what is held of all senders is no
+        more than was kept here. None if it has none, or none that can be used, or does not give them in time.
+        """
         path = self._directory / f"rows-{boundary}-{step}-{peer[-8:]}.safetensors"
         limit = self._limit * (2 * self._manifest.model.hidden_size + 24) + HEAD_BYTES
 
         def read() -> dict[str, Tensor]:
             tensors: dict[str, Tensor] = load(read_bounded(path, limit))
             check_rows(tensors, self._manifest.model.hidden_size, self._limit)
-            return pick_rows(
-                tensors, wanted
-            )  # what is held of all senders' is no more than what was kept here
+            picked = pick_rows(tensors, wanted)
+            wanted.difference_update(map(tuple, picked["names"].tolist()))
+            return picked
 
         name, run_id = rows_name(boundary, step), self._manifest.run_id
         try:
             until = time.monotonic() + PATIENCE_S
-            while True:
-                try:
-                    await fetch_copy(
-                        self._p2p, [peer], run_id, name, path, traffic=self._traffic, limit_bytes=limit
-                    )
-                    break
-                except TransferError:
-                    if time.monotonic() > until:
-                        raise
-                await asyncio.sleep(AGAIN_S)
+            async with asyncio.timeout(FETCH_S):
+                while True:
+                    try:
+                        await fetch_copy(
+                            self._p2p, [peer], run_id, name, path, traffic=self._traffic, limit_bytes=limit
+                        )
+                        break
+                    except TransferError:
+                        if time.monotonic() > until:
+                            raise
+                    await asyncio.sleep(AGAIN_S)
             self._count(path.stat().st_size)
             async with self._reading:  # one file at a time in memory
                 return await asyncio.to_thread(read)
@@ -225,8 +223,9 @@ class LeaderPriors:
             logger.info("no rows of boundary %d from %s: %s", boundary, peer[-8:], error)
             return None
         finally:
-            with suppress(OSError):
-                await asyncio.to_thread(path.unlink, missing_ok=True)
+            for left in (path, path.with_name(f"{path.name}.partial")):
+                with suppress(OSError):
+                    await asyncio.to_thread(left.unlink, missing_ok=True)
 
     def _fit(
         self, boundary: int, step: int, received: list[dict[str, Tensor]], kept: list[KeptRows]

@@ -135,7 +135,8 @@ class Metrics:
         )
         self._work_seconds = Counter(
             "swarm_peer_compute_seconds",
-            "Seconds spent computing: forwards and backwards with their coding, and rounds with the optimizer's step",
+            "Seconds of the compute thread at work: forwards and backwards with their coding; round: averages, the "
+            "optimizer's step, whole states, and an anchor's passes",
             ["work"],
             registry=registry,
         )

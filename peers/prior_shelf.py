@@ -73,6 +73,7 @@ class PriorShelf:
         self._replaced: dict[PriorPart, dict[str, Offer]] = {part: {} for part in parts}
         self._since: dict[Offer, float] = {}
         self._judged: set[Offer] = set()
+        self._limit_step: int | None = None
 
     @property
     def hashes(self) -> list[str]:
@@ -97,18 +98,21 @@ class PriorShelf:
                     del replaced[old]
 
     def forget_beyond(self, step: int) -> None:
-        """Forget offers that speak of later weights than there can be: they would stand before all others."""
+        """Forget offers that speak of later weights than there can be, and take none: they would stand before all
+        others. One to come is looked at again.
+        """
+        self._limit_step = step
         for offers in self._offers.values():
             for later in [later for later in offers if later > step]:
                 offer = offers.pop(later)
                 self._since.pop(offer, None)
-                self._judged.discard(offer)  # it may be one to come
+                self._judged.discard(offer)
 
     def take(self, offer: Offer, now: float) -> str | None:
         """Look at an offer. Returns "new" for one that counts from now on, the reason if it is refused, and None
-        for one that was seen before.
+        for one that was seen before, or that is not looked at yet.
         """
-        if offer in self._judged:
+        if offer in self._judged or (self._limit_step is not None and offer.step > self._limit_step):
             return None
         if len(self._judged) > 64 * KEPT_OFFERS * max(1, len(self._parts)):
             self._judged.clear()  # strangers' offers cost nothing

@@ -49,6 +49,11 @@ class PriorTrust:
         return self.is_leaders or bool(self._anchors())
 
     @property
+    def maker(self) -> str:
+        """What those are called who make priors in this run."""
+        return "peer that makes priors" if self.is_leaders else "anchor"
+
+    @property
     def makers(self) -> tuple[str, ...]:
         """Those whose offers may count; what was said of an offer holds until this changes. Of leaders those with a
         link are there twice.
@@ -63,15 +68,24 @@ class PriorTrust:
         if not self.is_leaders:
             anchors = self._anchors()
             return anchors.index(offer.publisher) if offer.publisher in anchors else None
+        if not self._may_lead(offer) or self.is_unlinked(offer):
+            return None
+        return leader_rank(self._run_id, offer.part.ordinal, offer.step, offer.publisher)
+
+    def is_unlinked(self, offer: Offer) -> bool:
+        """Whether an offer is only not judged yet: its maker may make it, and the link that this peer goes by is not
+        there (any more).
+        """
+        is_ours = self.is_leaders and self._stage in offer.part.stages
+        return is_ours and self._may_lead(offer) and not self._is_linked(offer.publisher)
+
+    def _may_lead(self, offer: Offer) -> bool:
+        """Whether a peer trains where priors of this part are made, and one is due of this step."""
         record = self._board.view().get(offer.publisher)
         is_boundary = offer.part.kind == "boundary"
         if not is_boundary or record is None or not record.training or record.stage != offer.part.stages[-1]:
-            return None
-        if not offer.step or offer.step % self._every:
-            return None
-        if self._stage in offer.part.stages and not self._is_linked(offer.publisher):
-            return None
-        return leader_rank(self._run_id, offer.part.ordinal, offer.step, offer.publisher)
+            return False
+        return offer.step > 0 and offer.step % self._every == 0
 
     def look(self, offered: Iterable[str], now: float) -> None:
         """Take in what the owner has granted and revoked since. offered: hashes of the offers that are known."""

@@ -150,7 +150,7 @@ class Priors:
 
     @property
     def age(self) -> int | None:
-        """Most steps that a prior in force here is old; None where none is renewed, or nothing is known of them."""
+        """Most steps that a prior in force here is old; None where none can be renewed, or nothing is known of them."""
         return max((age for part in self._renewed() if (age := self._age_of(part)) is not None), default=None)
 
     @property
@@ -221,14 +221,19 @@ class Priors:
         self._trust.look(self.shelf.hashes, now)
         self.shelf.recognise(self._trust.makers)
         conflicts = self.shelf.counters["conflict"]
+        if self._in_force:
+            ahead = self._manifest.anchors.every if self._trust.is_leaders else AHEAD_STEPS
+            self.shelf.forget_beyond(self._step + ahead)
         for record in self._board.priors():
             part = PriorPart(record.kind, record.part)
             offer = Offer(record.peer_id, part, record.step, record.sha256, record.nbytes)
+            if self._trust.is_unlinked(offer):
+                continue
             verdict = self.shelf.take(offer, now)
             if verdict == "stranger" and self.shelf.counters["stranger"] == 1:  # they cost a stranger nothing
                 self._note(
-                    f"warning: {offer.publisher[-8:]} offers a prior and is no anchor of this run (more of this is "
-                    f"only counted)"
+                    f"warning: {offer.publisher[-8:]} offers a prior and is no {self._trust.maker} of this run (more "
+                    f"of this is only counted)"
                 )
             elif not conflicts and self.shelf.counters["conflict"]:  # whichever of the two came first
                 conflicts = self.shelf.counters["conflict"]
@@ -236,9 +241,6 @@ class Priors:
                     f"warning: two anchors offer different priors of {part} at step {offer.step}: that of the first "
                     f"anchor counts (more of this is only counted)"
                 )
-        if self._in_force:
-            ahead = self._manifest.anchors.every if self._trust.is_leaders else AHEAD_STEPS
-            self.shelf.forget_beyond(self._step + ahead)
         said = self._age.look(map(self._age_of, self._renewed()), has_anchors=self._trust.has_makers)
         if said is not None:
             self._note(said)

@@ -33,6 +33,8 @@ from swarm.manifest import RunManifest
 from swarm.plan import Plan
 
 logger = logging.getLogger("swarm_peer.trainer")
+RECORDS_BEHIND_S = 15.0
+"""What a peer has fetched may be known so much later elsewhere: records are made, and read, every 3 to 10 s."""
 
 
 class Steps:
@@ -60,7 +62,7 @@ class Steps:
         self.is_in = False
         self._roster: tuple[str, ...] = ()
         self._alone_at: int | None = None
-        self._nudged_at = 0.0
+        self._nudged_at = self._adopted_at = 0.0
         self._links, self._files, self._tasks, self._is_voting = links, files, tasks, is_voting
         self._priors = priors
         if priors is not None:
@@ -99,7 +101,7 @@ class Steps:
             self._nudged_at = now
             self._links.gossip(Kind.QUERY, {"id": 0, "what": "now", "about": None})
             if self.stage == 0 and plan is not None and rounds.leader == self.me:
-                self.assignments.recover(plan, self._able_now(plan), self.recovery.fenced)
+                self.assignments.recover(plan, self._able_now(plan))
 
     def suspend(self) -> None:
         """This peer takes no more part: what waits here looks elsewhere."""
@@ -143,7 +145,7 @@ class Steps:
         """The ledgers of this stage's members leave keys out: whoever kept them sends them again."""
         plan = self.worker.core.plan
         if plan is not None and self.stage == 0:
-            self.assignments.recover(plan, self._able_now(plan), self.recovery.fenced)
+            self.assignments.recover(plan, self._able_now(plan))
         else:
             self.recovery.ask(keys)
 
@@ -209,6 +211,7 @@ class Steps:
             now, before = time.monotonic(), self.worker.core.plan
             self.worker.run(self.worker.core.on_plan(plan, now))
             if self.worker.core.plan is not before:
+                self._adopted_at = now
                 self.recovery.clear()  # fences and lost keys were those of another plan
             if self.worker.core.plan is not plan and self.worker.core.plan is not None:
                 return  # an earlier attempt than the one in force
@@ -245,14 +248,19 @@ class Steps:
         self.recovery.look()
         plan, rounds = self.worker.core.plan, self.averaging.core
         if self.stage == 0 and plan is not None and rounds.leader == self.me:
-            self.assignments.reassign(plan, self._able_now(plan), self.recovery.fenced)
+            self.assignments.reassign(plan, self._able_now(plan))
 
     def _able(self, sources: Sequence[str], hashes: Sequence[str]) -> list[str]:
         """Who can run slots: a source that lacks the prior of its boundary takes no work until it has it."""
         return list(sources) if self._priors is None else self._priors.able_sources(sources, hashes)
 
     def _able_now(self, plan: Plan) -> list[str]:
-        return self._able(self.averaging.core.present, plan.prior_hashes)
+        """Who of those present can run slots of the plan in force. Whoever made it saw to it that sources had its
+        priors; records may be some seconds behind that, here.
+        """
+        present = [peer for peer in self.averaging.core.present if peer not in self.recovery.fenced]
+        is_fresh = time.monotonic() - self._adopted_at < RECORDS_BEHIND_S
+        return present if is_fresh else self._able(present, plan.prior_hashes)
 
     def on_slot_done(self, slot: int) -> None:
         """All gradients of a slot of this source have come back."""

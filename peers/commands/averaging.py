@@ -130,10 +130,11 @@ def averaging_warnings(manifest: RunManifest) -> list[str]:
         wanted = round(2 / (1 - outer.momentum))  # until so many the first differences still push on
         if averages < wanted:
             times = outer.learning_rate / (1 - outer.momentum)
+            lower = "--outer-options momentum=0.5, or " if outer.momentum > 0.5 else ""
             found.append(
                 f"warning: {averages} averages are few for an outer momentum of {outer.momentum:g}: along one "
                 f"difference outer steps add up to {times:.1f} times it, over {wanted} averages; try "
-                f"--outer-options momentum=0.5, or --outer local_sgd"
+                f"{lower}--outer local_sgd"
             )
     compressor = manifest.averaging.compressor
     signs = (

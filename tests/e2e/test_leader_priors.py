@@ -248,18 +248,23 @@ def unknown_dtype() -> bytes:
     return struct.pack("<Q", len(header)) + header + bytes(8)
 
 
-@pytest.mark.parametrize("content", [b"no rows at all", unknown_dtype()], ids=["no file", "unknown dtype"])
+@pytest.mark.parametrize(
+    "content", [None, b"no rows at all", unknown_dtype()], ids=["nothing", "no file", "unknown dtype"]
+)
 def test_rows_that_do_not_come_or_are_garbage_cost_one_prior_and_nothing_else(
-    runner: asyncio.Runner, tmp_path: Path, content: bytes
+    runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
+    monkeypatch.setattr("peers.leader_priors.PATIENCE_S", 0.0)
+
     async def scenario() -> None:
         async with Ends(tmp_path) as ends:
             sender, receiver = ends.ends
             ends.tick(0)
             ends.train(range(EVERY))
-            garbage = tmp_path / "garbage"
-            garbage.write_bytes(content)
-            sender.server.register(rows_name(1, EVERY), garbage)
+            if content is not None:
+                garbage = tmp_path / "garbage"
+                garbage.write_bytes(content)
+                sender.server.register(rows_name(1, EVERY), garbage)
             receiver.leader.tick(EVERY, is_voting=True)
             await until(lambda: bool(receiver.notes))
             assert "no prior of boundary 1 at step 2" in receiver.notes[0]
@@ -269,6 +274,7 @@ def test_rows_that_do_not_come_or_are_garbage_cost_one_prior_and_nothing_else(
             await until(lambda: bool(receiver.board.priors()))
             assert [record.step for record in receiver.board.priors()] == [2 * EVERY]
             assert len(receiver.notes) == 1
+            assert not list((tmp_path / "2" / "rows").iterdir()), "nothing of what was fetched is left"
 
     runner.run(scenario())
 

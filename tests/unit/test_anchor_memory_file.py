@@ -141,8 +141,11 @@ def test_what_a_later_pass_brought_meanwhile_is_offered_and_kept_as_that_passs(t
     async def scenario() -> None:
         one = Anchor(manifest, tmp_path / "anchor")
         await one.memory.ingest(5, gradients(1))
-        await one.memory.ingest(10, gradients(2))  # before the first one's work has begun
+        await one.memory.ingest(10, gradients(2))  # before the first one's work has come to its first stage
         await one.memory.settle()
+        assert (
+            one.memory.prior_bytes == sum(len(data) for _, _, data in one.offered) and one.memory.factor_s > 0
+        )
         assert [(version, part.ordinal) for version, part, _ in one.offered] == [(10, 0), (10, 1)]
         again = Anchor(manifest, tmp_path / "anchor")
         await again.memory.start()

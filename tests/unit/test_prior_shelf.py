@@ -200,7 +200,19 @@ def test_an_offer_that_came_too_early_is_looked_at_again() -> None:
     one = shelf(offer(step=50))
     one.forget_beyond(20)
     assert one.newest(FIRST) is None
+    assert one.take(offer(step=50), NOW) is None
+    one.forget_beyond(60)
     assert one.take(offer(step=50), NOW) == "new"
+
+
+def test_offers_that_come_too_early_push_nothing_out() -> None:
+    one = shelf(offer(step=5))
+    one.forget_beyond(20)
+    for step in range(21, 21 + 2 * KEPT_OFFERS):
+        assert one.take(offer(step=step), NOW) is None
+    assert one.newest(FIRST) == offer(step=5)
+    one.forget_beyond(21)
+    assert one.take(offer(step=21), NOW) == "new"
 
 
 def test_sources_that_say_they_lack_a_prior_get_no_slots_unless_all_do() -> None:

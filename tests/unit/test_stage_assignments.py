@@ -60,16 +60,16 @@ def test_every_source_starts_its_own_slot() -> None:
 
 def test_slots_of_lost_and_fenced_sources_go_to_the_others() -> None:
     a, b, c = sources()
-    a.assignments.reassign(PLAN, ["a", "b", "c"], fenced={"b"})
+    a.assignments.reassign(PLAN, ["a", "c"])
     assert (1, True) in a.started + c.started and not b.started
-    a.assignments.reassign(PLAN, ["a", "b"], fenced={"b"})
+    a.assignments.reassign(PLAN, ["a"])
     assert {(1, True), (2, True)} <= set(a.started) and not b.started
 
 
 def test_nothing_is_reassigned_while_everybody_works_or_nobody_can() -> None:
     a, b, c = sources()
     a.assignments.reassign(PLAN, ["a", "b", "c"])
-    a.assignments.reassign(PLAN, ["a", "b", "c"], fenced={"a", "b", "c"})
+    a.assignments.reassign(PLAN, [])
     assert a.started == b.started == c.started == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,26 @@ def test_a_report_is_taken_back_when_more_work_comes() -> None:
     world.steps.check_ready()
     assert world.unready == [PLAN.digest()]
     assert not world.reported
+
+
+@pytest.mark.parametrize(
+    ("seconds_ago", "fenced", "expected"),
+    [(1.0, set(), [ME, "lacks"]), (1.0, {ME}, ["lacks"]), (60.0, set(), [ME]), (60.0, {ME}, ["lacks"])],
+)
+def test_sources_keep_their_slots_until_records_must_have_told_of_their_priors(
+    seconds_ago: float, fenced: set[str], expected: list[str]
+) -> None:
+    world, given = World(), []
+    world.steps.stage, world.steps._adopted_at = 0, time.monotonic() - seconds_ago
+    world.steps.averaging.core.leader = ME
+    world.steps.averaging.core.present = [ME, "lacks"]
+    world.steps.recovery = SimpleNamespace(fenced=fenced, look=lambda: None)  # type: ignore[assignment]
+    world.steps.assignments = SimpleNamespace(reassign=lambda plan, able: given.append(able))  # type: ignore[assignment]
+    world.steps._priors = SimpleNamespace(  # type: ignore[assignment]
+        able_sources=lambda sources, hashes: [each for each in sources if each != "lacks"] or sources
+    )
+    world.steps.reassign()
+    assert given == [expected]
 
 
 def test_a_peer_that_takes_no_part_repeats_no_old_plans() -> None:
