@@ -254,8 +254,6 @@ def unknown_dtype() -> bytes:
 def test_rows_that_do_not_come_or_are_garbage_cost_one_prior_and_nothing_else(
     runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
-    monkeypatch.setattr("peers.leader_priors.PATIENCE_S", 0.0)
-
     async def scenario() -> None:
         async with Ends(tmp_path) as ends:
             sender, receiver = ends.ends
@@ -265,8 +263,10 @@ def test_rows_that_do_not_come_or_are_garbage_cost_one_prior_and_nothing_else(
                 garbage = tmp_path / "garbage"
                 garbage.write_bytes(content)
                 sender.server.register(rows_name(1, EVERY), garbage)
-            receiver.leader.tick(EVERY, is_voting=True)
-            await until(lambda: bool(receiver.notes))
+            with monkeypatch.context() as patched:
+                patched.setattr("peers.leader_priors.PATIENCE_S", 0.0)
+                receiver.leader.tick(EVERY, is_voting=True)
+                await until(lambda: bool(receiver.notes))
             assert "no prior of boundary 1 at step 2" in receiver.notes[0]
             sender.leader.tick(EVERY, is_voting=True)
             ends.train(range(EVERY, 2 * EVERY))
