@@ -117,7 +117,8 @@ def test_one_good_address_suffices_bad_ones_are_named_and_none_at_all_ends_with_
         stack.callback(dead.close)
         stack.callback(proxy.close)
         silent = f"/ip4/127.0.0.1/tcp/{dead.port}/p2p/{fresh_peer_id()}"
-        refusing = f"/ip4/127.0.0.1/tcp/{closed_port()}/p2p/{seed_id}"
+        # Of nobody else: to a peer that is connected already a dial is no dial.
+        refusing = f"/ip4/127.0.0.1/tcp/{closed_port()}/p2p/{fresh_peer_id()}"
         wrong_id = fresh_peer_id()
         wrong = f"/ip4/127.0.0.1/tcp/{proxy.port}/p2p/{wrong_id}"
         joins = {
