@@ -182,7 +182,8 @@ def test_a_row_through_a_real_swarm_stands_beside_the_simulated_one(
     )
     for name in ("fp32", "int8"):
         payload = simulated[name]["sent"][-1][1]
-        assert payload <= real[name]["sent"] <= 1.1 * payload
+        # Less where a replica had no microbatch of a step: it contributes nothing then.
+        assert payload / 2 <= real[name]["sent"] <= 1.1 * payload
     page = tmp_path / "averaging.md"
     page.write_text(f"{BEGIN}\n{END}\n")
     assert write_report(records, tmp_path) == 2
