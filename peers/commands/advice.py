@@ -2,7 +2,7 @@
 
 Let x be the time that a stage's uncoded hidden states and gradients take over its line, divided by the time that it
 computes meanwhile (the two overlap). A higher mask ratio costs steps: in docs/method.md 1.06 times dense's at 80, 1.15
-times at 90 and 1.56 times at 95. Up to some x it pays to send more and to make fewer steps.
+times at 90 and 1.6 times at 95. Up to some x it pays to send more and to make fewer steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 LIMITS: tuple[tuple[float, float | None], ...] = (
     (1.0, None),
     (5.5, 80.0),
-    (13.5, 90.0),
+    (14.0, 90.0),
     (float("inf"), 95.0),
 )
 """(x up to which, mask ratio); None stands for codec dense."""
