@@ -10,8 +10,8 @@ from dht.identity import Identity
 from dht.noticeboard import Noticeboard
 from dht.records import PriorRecord
 from peers.fileserver import FileServer
+from peers.prior_files import prior_file_name, write_prior
 from peers.prior_parts import PriorPart
-from peers.priors import prior_file_name, write_prior
 from peers.sealed_prior import seal_prior
 
 KEPT_PASSES = 4

@@ -11,7 +11,6 @@ communication loop.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from peers.fileserver import FileServer
 from peers.frames import Kind
 from peers.planning import PriorRef, prior_refs
 from peers.prior_age import PriorAge
+from peers.prior_files import prior_file_name, prior_path
 from peers.prior_parts import PriorPart, parts_of
 from peers.prior_shelf import Offer, PriorShelf, able
 from peers.prior_trust import PriorTrust
@@ -51,27 +51,6 @@ AHEAD_STEPS = 50
 """A peer that lags may hear of priors of weights that it has not reached; none is of later ones than this."""
 AGAIN_S = 5.0
 """A prior that nobody gave is asked for again after so long."""
-
-
-def prior_file_name(part: PriorPart, sha256: str) -> str:
-    """Name under which peers serve a prior."""
-    return f"prior/{part.name}/{sha256}"
-
-
-def prior_path(directory: Path, part: PriorPart, sha256: str) -> Path:
-    """Where a prior is kept."""
-    return directory / f"{part.name}-{sha256}.safetensors"
-
-
-def write_prior(directory: Path, part: PriorPart, data: bytes) -> tuple[str, Path]:
-    """Keep a prior that was made here, whole or not at all; returns its hash and file. Raises OSError."""
-    sha256 = hashlib.sha256(data).hexdigest()
-    path = prior_path(directory, part, sha256)
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".new")
-    partial.write_bytes(data)
-    partial.replace(path)
-    return sha256, path
 
 
 class Priors:

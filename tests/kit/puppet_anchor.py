@@ -25,8 +25,8 @@ from dht.identity import Identity
 from dht.noticeboard import Noticeboard
 from dht.records import PriorRecord
 from peers.fileserver import FileServer
+from peers.prior_files import prior_file_name
 from peers.prior_parts import PriorPart
-from peers.priors import prior_file_name
 from peers.sealed_prior import seal_prior
 from peers.traffic import Traffic
 from swarm.anchor.boundary_prior import BoundaryPrior, encode_boundary_prior

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from peers.prior_files import prior_path
 from peers.prior_parts import PriorPart
 from peers.prior_sweep import SWEEP_AGE_S, sweep_priors
-from peers.priors import prior_path
 
 
 def test_old_priors_and_their_beginnings_go_and_nothing_else_does(tmp_path: Path) -> None:
